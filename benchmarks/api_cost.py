@@ -22,7 +22,7 @@ from quire import LLM, SamplingParams
 
 
 async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], tokens: int) -> int:
-    """The number of events."""
+    """Return the number of events."""
     body = {
         "model": model,
         "prompt": prompt,

@@ -4,7 +4,7 @@
 
 --latent: with DeepSeek-V2-Lite's shapes and latent cache, compared with plain matrix products. Prints the milliseconds
 of a whole step (all 28 layers) for decoding and for prefill chunks of 512 tokens, with bfloat16, int8 and fp8 caches.
-Each layer has its own cache with scattered blocks, so the processor's caches hold no more of it than in an engine.
+Each layer has its own cache with scattered blocks, so the processor's caches contain as little of it as in an engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def milliseconds(steps: list[Callable[[], object]], rounds: int) -> list[tuple[f
 
 
 def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
-    """A step of `requests` requests of `length` tokens, of which the last `new` are computed in this step."""
+    """Return a step of `requests` requests with `length` tokens each. It computes the last `new` tokens of each."""
     backend = CpuAttention(shape)
     blocks = -(-length // BLOCK)
     table = torch.randperm(requests * blocks).int().view(requests, blocks)
@@ -79,7 +79,7 @@ def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callab
 
 
 def contiguous(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
-    """The same with scaled_dot_product_attention over contiguous keys and values; nothing is stored."""
+    """Return the same step with scaled_dot_product_attention over contiguous keys and values; it stores nothing."""
 
     def tensors(heads: int, tokens: int) -> Tensor:
         return torch.randn(requests, heads, tokens, shape.head_dim, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def contiguous(shape: AttentionShape, requests: int, length: int, new: int) -> C
                 q, k, v, attn_mask=mask, is_causal=new == length, scale=SCALE, enable_gqa=True
             )
 
-    def latent_step() -> None:  # scaled_dot_product_attention is far slower here, having no kernel for such values
+    def latent_step() -> None:  # scaled_dot_product_attention has no kernel for such values
         for k in keys:
             scores = (q.flatten(1, 2) @ k[:, 0].transpose(1, 2)).mul_(SCALE).unflatten(1, (-1, new))
             if new > 1:

@@ -7,8 +7,8 @@ exchange nothing (`count`). quire/planner/exchanges.py has formulas for the same
 tests/bench/test_bytes_of_axes.py compares with the counts. The table applies the formulas to the real shapes, in
 bfloat16.
 
-Bytes are those that a rank sends in a ring. For a tensor of n bytes and N ranks, a reduce-scatter or an all-gather
-takes n (N - 1) / N, an all-reduce twice as many, and sending to one rank n.
+Bytes are counted as a rank sends them in a ring. For a tensor of n bytes and N ranks, a reduce-scatter or an all-gather
+sends n (N - 1) / N bytes, an all-reduce twice as many, and a message to one rank n.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from quire.parallel.mesh import Communicator, Mesh
 from quire.planner.exchanges import Axes, Sent, boundary, ends, exchange, expected_exchange, layer
 from quire.worker.worker import Worker
 
-__all__ = ["Axes", "Sent", "boundary", "ends", "exchange", "layer"]  # tests take them from here
-BYTES = 2  # of an element, in bfloat16
+__all__ = ["Axes", "Sent", "boundary", "ends", "exchange", "layer"]  # tests import them from here
+BYTES = 2  # per element, in bfloat16
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],
@@ -90,7 +90,7 @@ SMALL = {
 
 
 def small(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a small model of the same architecture."""
+    """Return the config of a small model of the same architecture."""
     return {name: SMALL.get(name, value) for name, value in config.items()}
 
 
@@ -139,9 +139,10 @@ class Counting(Communicator):
 
 
 def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) -> tuple[Sent, Sent]:
-    """Return (bytes that a rank sends to its tensor group in a step, bytes to other stages), counted in a whole model.
+    """Count the bytes in a whole model. Returns (bytes that a rank sends to its tensor group in a step, to other
+    stages).
 
-    tokens: of the step, all of which are sampled; a multiple of axes.tp.
+    tokens: the tokens of the step, which are all sampled; a multiple of axes.tp.
     """
     groups = Counting(0, axes.tp), Counting(stage, axes.pp)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,8 +180,9 @@ def of_experts(spec: DecoderSpec, replicas: int) -> list[str]:
 
 
 def of_contexts(spec: DecoderSpec, ranks: int) -> list[str]:
-    """Prefill context parallelism: bytes for each token of a step, where a rank computes one token in `ranks`. The
-    bytes are those of benchmarks/context_parallel.py, which tests compare with the implementation."""
+    """Return the bytes that prefill context parallelism sends per token of a step. Each of the `ranks` ranks computes
+    an equal share of the tokens. The formulas are in benchmarks/context_parallel.py; tests compare them with the
+    implementation."""
     mixer = spec.mixers[0]
     assert isinstance(mixer, AttentionSpec)
     heads = mixer.num_heads
@@ -203,7 +205,7 @@ def sentence(sent: Sent, where: str) -> str:
 
 
 def rows(spec: DecoderSpec, ranks: int) -> list[str]:
-    """For a middle rank: its layers, and the boundary after them."""
+    """Return the rows of a middle rank: its layers, and the boundary after them."""
     table = []
     for name, axes, literature in (
         (f"tp, {ranks} ranks", Axes(ranks), MEGATRON_PARALLEL if spec.residual == "parallel" else MEGATRON),

@@ -7,9 +7,9 @@
 --weights-of: loads the model into Quire and reads its weights in place, interleaved with decoding one stream, since the
 rate changes within minutes. Each prints a line of JSON.
 
-hop_ns is the time in which a cache line moves from one core to another. On processors with chiplets, it shows where the
-host of a virtual machine has placed its processors, which may change at any time: about 30 ns on one chiplet, through
-whose link both cores read memory, or more than 100 ns on two, with a link each.
+hop_ns is the time that a cache line takes from one core to another. On processors with chiplets, it shows where the
+host of a virtual machine has placed its processors, which may change at any time: about 30 ns if both are on one
+chiplet and share its link to memory, or more than 100 ns if they are on two chiplets with separate links.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def read_rates(regions: list[tuple[int, int]], threads: int, passes: int) -> dic
 
 
 def hop_ns(ways: int = 2_000) -> float:
-    """The median time of five in which a cache line moves from the first processor to the second. 0 if there is only
-    one processor, or no compiler.
+    """Return the median of five times that a cache line takes from the first processor to the second. 0 if there is
+    only one processor, or no compiler.
     """
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2 or shutil.which(COMPILER) is None:
@@ -90,13 +90,13 @@ def hop_ns(ways: int = 2_000) -> float:
 
 
 def fastest(rates: dict[int, list[float]]) -> list[float]:
-    """The rates of the best number of streams."""
+    """Return the rates with the best number of streams."""
     return max(rates.values(), key=median)
 
 
 def measure(threads: int, region: int = REGION, regions: int = REGIONS, rounds: int = 30_000_000) -> dict[str, Any]:
-    """Rates in 1e9 per second: reading, median and best over several regions (allocated at the same time, so that they
-    are different memory), and products, best of five.
+    """Return rates in 1e9 per second. Reading: median and best over several regions, which exist at the same time, so
+    that they use different memory. Products: best of five.
     """
     addresses = [library().quire_allocate(region, threads) for _ in range(regions)]
     if not all(addresses):

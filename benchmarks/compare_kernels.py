@@ -103,10 +103,10 @@ def attention(
 
 
 def caches_of(backend: Any, num_blocks: int) -> list[Any]:
-    """Caches for enough layers to exceed the processor's own caches."""
+    """Return KV caches for enough layers to exceed the processor's caches."""
     import torch
 
-    if hasattr(backend, "allocate"):  # a tree in which each layer's cache is a tensor of its own
+    if hasattr(backend, "allocate"):  # a tree with a separate cache tensor for each layer
         layers = max(1, int(min(8, 2e8 // (num_blocks * backend.block_bytes()))))
         return [backend.allocate(num_blocks) for _ in range(layers)]
     from quire.ops.memory import empty
@@ -215,7 +215,7 @@ def work(threads: int, only: str, clock: Callable[[], float], cpu_isa: str) -> N
     current = SimpleNamespace(step=None, repeats=1)
     for line in sys.stdin:
         if name := line.strip():
-            current.step = None  # frees the memory of the case before it
+            current.step = None  # free the memory of the previous case
             current.step = cases[name]()
             current.step()
             started = clock()

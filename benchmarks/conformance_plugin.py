@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 _SHARED = {"/chat/completions", "/responses", "/models"}
-_paths: set[str] = set()  # that the test has asked
+_paths: set[str] = set()  # requested by the test
 
 
 def pytest_sessionstart() -> None:
-    import utils  # of the suite, whose conftest.py has imported it
+    import utils  # the suite's module, already imported by its conftest.py
 
     make_url = utils.ServerProcess.make_url
 

@@ -20,36 +20,38 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-# ---- what is counted, for one rank and one layer
+# ---- counts for one rank and one layer
 
 
 def seen_pairs(first: int, count: int, ranks: int = 1, rank: int = 0) -> int:
-    """The number of pairs of a query at one of the positions first ... first + count - 1 and a key in
-    a rank's stripe.
+    """Return the number of query-key pairs: queries at the positions first to first + count - 1, keys in a rank's
+    stripe.
     """
     last = first + count
     return _pairs_below(last, ranks, rank) - _pairs_below(first, ranks, rank)
 
 
 def _pairs_below(position: int, ranks: int, rank: int) -> int:
-    """The sum of (p - rank) // ranks + 1 over the positions from `rank` up to position - 1."""
+    """Return the sum of (p - rank) // ranks + 1 over the positions from `rank` up to position - 1."""
     rounds, rest = divmod(max(0, position - rank), ranks)
     return ranks * rounds * (rounds + 1) // 2 + rest * (rounds + 1)
 
 
 def sent_by_ring(own: int, total: int, ranks: int, heads: int, dim: int, out_dim: int, size: int = 2) -> int:
-    """Bytes of this rank's queries to the other ranks, and of the results for theirs. own, total: tokens of a step."""
+    """Return the bytes of this rank's queries, and of its results for other ranks' queries. own, total: tokens of a
+    step."""
     return (ranks - 1) * own * heads * dim * size + (total - own) * heads * (out_dim * size + 4)
 
 
 def sent_by_heads(own: int, total: int, ranks: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> int:
-    """Bytes of three all-to-alls: keys and values, queries, and results."""
+    """Return the bytes of three all-to-alls: keys and values, queries, and results."""
     given = (ranks - 1) * own * (heads + 2 * kv_heads) // ranks * dim * size
     return given + (total - own) * heads // ranks * (dim * size + 4)
 
 
 def sent_by_decoding(tokens: int, ranks: int, heads: int, dim: int, out_dim: int, size: int = 2) -> int:
-    """Bytes of decode context parallelism: queries to all ranks of the group, and results for their heads."""
+    """Return the bytes of decode context parallelism: queries to all ranks of the group, and results for their
+    heads."""
     return (ranks - 1) * tokens * heads * ((dim + out_dim) * size + 4)
 
 
@@ -58,7 +60,7 @@ def sent_by_decoding(tokens: int, ranks: int, heads: int, dim: int, out_dim: int
 
 @dataclass(frozen=True)
 class Model:
-    """weights: those a token is multiplied with in a layer, over all tensor-parallel ranks."""
+    """weights: the number of weights that multiply a token in a layer, over all tensor-parallel ranks."""
 
     name: str
     layers: int
@@ -97,7 +99,8 @@ MODELS = {
 
 
 def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int, way: str = "ring") -> float:
-    """The time of a prompt. ranks: of prefill context parallelism, each of model.tp GPUs. way: "ring" or "heads"."""
+    """Return the time of a prompt. ranks: the number of prefill context-parallel ranks, each with model.tp GPUs. way:
+    "ring" or "heads"."""
     total = 0.0
     for first in range(0, tokens, chunk):
         count = min(chunk, tokens - first)
@@ -106,20 +109,20 @@ def seconds(model: Model, cluster: Cluster, tokens: int, chunk: int, ranks: int,
 
 
 def _layer(model: Model, cluster: Cluster, first: int, count: int, ranks: int, way: str) -> float:
-    """The time of one layer and one chunk."""
+    """Return the time of one layer and one chunk."""
     own = count / ranks
     heads = model.heads // model.tp
     products = max(2 * model.weights * own / cluster.products, 2 * model.weights / cluster.memory) / model.tp
     sums = 0.0
     if model.tp > 1:
         sums = 2 * (2 * own * model.hidden * 2 * (model.tp - 1) / model.tp / cluster.tensor_link + cluster.latency)
-    pairs = seen_pairs(first, count) / ranks  # to within a token, all ranks have equally many
+    pairs = seen_pairs(first, count) / ranks  # equal on all ranks, to within a token
     attention = 2 * (model.dim + model.out_dim) * heads * pairs / cluster.attention
     if ranks == 1:
         return products + sums + attention
     if way == "heads":
         sent = sent_by_heads(int(own), count, ranks, heads, model.kv_heads // model.tp, model.dim)
-        copied = 2 * count * (heads + model.kv_heads // model.tp) * 4 * model.dim / ranks  # before and behind each
+        copied = 2 * count * (heads + model.kv_heads // model.tp) * 4 * model.dim / ranks  # before and after each
         exchanged = sent / cluster.link + 3 * cluster.latency
         return max(products + sums + attention + exchanged + copied / cluster.memory, 40 * cluster.launch)
     ring = _ring(model, cluster, own, heads, attention / ranks, ranks)
@@ -130,7 +133,7 @@ def _ring(model: Model, cluster: Cluster, own: float, heads: int, attention: flo
     """attention: seconds for the queries of one rank."""
     query = own * heads * model.dim * 2
     result = own * heads * (model.out_dim * 2 + 4)
-    # For the queries of one rank: they are sorted, and their results are sorted back and packed.
+    # The queries of one rank are sorted, and their results are sorted back and packed.
     attention += (2 * query + 4 * result) / cluster.memory
     merged = (ranks + 1) * result / cluster.memory
     computed = attention
@@ -215,7 +218,7 @@ def draw(file: str) -> None:
 
 
 def measure(tokens: int, **options: Any) -> float:
-    """Seconds of one prompt, in a separate process with one thread for each rank."""
+    """Return the seconds of one prompt, in a separate process with one thread for each rank."""
     ranks = options.get("prefill_context_parallel_size", 1)
     code = f"import benchmarks.context_parallel as b; b.run({tokens}, {options!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": str(ranks)}

@@ -49,7 +49,7 @@ LOAD_SECONDS = 0.1  # as in quire/engine/core_process.py
 LIMITS = SchedulerLimits(max_num_seqs=128, max_num_batched_tokens=2048, max_model_len=4096)
 NUM_BLOCKS = 12_000
 LOAD = 0.9
-WARM_UP = 0.2  # the share of the time of which nothing is counted
+WARM_UP = 0.2  # share of the time, not counted
 GOALS = 0.95, 1.2
 TEXT = list(range(110_000))
 
@@ -69,7 +69,7 @@ class Arrival(NamedTuple):
 
 
 def make_trace(number: int, rate: float, seed: int) -> list[Arrival]:
-    """Requests in the order of their arrival. rate: per second; infinite if all requests arrive at once."""
+    """Return requests in the order of their arrival. rate: requests per second; infinite if all arrive at once."""
     dice = random.Random(seed)
     trace = []
     now = 0.0
@@ -107,7 +107,7 @@ class Api:
     busy: float = 0.0
 
     def work(self, now: float, seconds: float) -> float:
-        """Returns when the work is done."""
+        """Return the time when the work is done."""
         self.free_at = max(now, self.free_at) + seconds
         self.busy += seconds
         return self.free_at
@@ -134,7 +134,7 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = count()
         self.first_token: dict[int, float] = {}
-        self.tokens: list[tuple[float, int]] = []  # when tokens came to a client, and how many
+        self.tokens: list[tuple[float, int]] = []  # when tokens reached a client, and how many
         self.num_sent = [0] * ranks
         self.routing = 0.0
 

@@ -47,7 +47,7 @@ ADDRESSES = "10.98.0.1", "10.98.0.2"
 
 
 async def stream(session: Any, url: str, prompt: list[int], tokens: int) -> list[float]:
-    """When the tokens came."""
+    """Return the times at which the tokens arrived."""
     times = []
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     async with session.post(url + "/v1/completions", json=body) as response:

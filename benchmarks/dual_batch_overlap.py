@@ -3,10 +3,10 @@
     python -m benchmarks.dual_batch_overlap [--rounds 7] [--tokens 256,1024]
 
 Two replicas that share experts, each a process with one thread, run the forward pass of a mixture of experts. The link
-between them is emulated: an exchange ends when its bytes would have passed over a link of the given rate, one exchange
-after the other, and until then the process sleeps. Each round runs a step in three ways: whole with an infinitely fast
-link, whole with the emulated link, and in two halves with the emulated link. Counts of rows do not use the link: on
-GPUs, they go from host to host.
+between them is emulated: exchanges use it one after the other, and a process sleeps until its bytes would have passed
+over a link of the given rate. Each round runs a step in three ways: whole with an infinitely fast link, whole with the
+emulated link, and in two halves with the emulated link. Counts of rows do not use the link: on GPUs, they go from host
+to host.
 
     hidden = (computing + link - halves) / min(computing, link)      1 is the best that overlap can do
 """
@@ -53,7 +53,7 @@ class Link:
         self.bytes = 0
 
     def carry(self, size: int) -> float:
-        """The time at which this many bytes have passed."""
+        """Return the time at which this many bytes have passed."""
         self.bytes += size
         self.is_free_at = max(self.is_free_at, time.perf_counter()) + size / self.rate
         return self.is_free_at
@@ -82,9 +82,7 @@ class Linked(Communicator):
 
 
 def work(rank: int, port: int, directory: Path, tokens: list[int], rounds: int) -> None:
-    """What a rank does. It prints the seconds of each round by the number of tokens, the communication share and the
-    way.
-    """
+    """Run one rank. It prints the seconds of each round by number of tokens, communication share and way."""
     torch.set_num_threads(1)
     link = Link()
     mesh = join(MeshSizes(dp=2), rank, "127.0.0.1", port)

@@ -79,10 +79,10 @@ def peer(python: str, name: str, model: str, file: str) -> Callable[[], tuple[fl
 
 
 def plot(path: Path, count: int, seconds: dict[str, list[float]], label: str = "sentences a second") -> None:
-    """Bars of the rates per second, the fastest on top; a dot is a round. count: items processed in
-    each of `seconds`.
+    """Plot the rates per second as bars, the fastest on top, with a dot for each round. count: items processed in each
+    of `seconds`.
     """
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+    from matplotlib.figure import Figure  # pyplot would need a display and has global state
 
     figure = Figure(figsize=(8, 0.55 * len(seconds) + 1), layout="constrained")
     axis = figure.subplots()

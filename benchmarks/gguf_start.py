@@ -2,9 +2,9 @@
 
     python benchmarks/gguf_start.py FILE... [--rounds 5] [--peer PYTHON]
 
-Each start is a separate process. Wall time is what a user waits; processor time is more reliable on a busy machine. The
-CPU kernels are compiled beforehand, and the file is in the system's cache. First starts do not write the weight cache,
-since the writing continues after the first token. peer: an interpreter with llama-cpp-python.
+Each start is a separate process. Wall time is the time that a user waits; processor time is more reliable on a busy
+machine. The CPU kernels are compiled beforehand, and the file is in the system's cache. First starts do not write the
+weight cache, since that would continue after the first token. peer: an interpreter with llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
             Path(cache, "quire", "kernels").symlink_to(folder / "kernels")
             environment = {**os.environ, "XDG_CACHE_HOME": cache}
             print_row(f"{file.name}, first", [*command, "--no-weight-cache"], environment, rounds)
-            timed(command, environment)  # which keeps the weights
+            timed(command, environment)  # fills the weight cache
             print_row(f"{file.name}, later", command, environment, rounds)
         if arguments.peer:
             print_row(f"{file.name}, llama.cpp", [arguments.peer, "-c", _PEER, str(file)], {**os.environ}, rounds)

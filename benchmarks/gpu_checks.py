@@ -1,4 +1,5 @@
-"""Correctness checks that precede performance on a device: every kernel against its reference, and greedy text.
+"""Correctness checks on a device, which run before the performance is measured: every kernel against its reference, and
+greedy text.
 
 Used by gpu_suite.py. Each check raises an AssertionError that describes the difference.
 """
@@ -30,8 +31,8 @@ VOCAB = 151_936
 
 
 def on_host(result: Any) -> tuple[Tensor, ...]:
-    """A result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that every
-    comparison runs there, too.
+    """Return a result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that
+    every comparison runs there, too.
     """
     return tuple(x.cpu() for x in (result if isinstance(result, tuple) else (result,)))
 
@@ -57,7 +58,7 @@ def _check_op(name: str, implementation: Any, device: torch.device, dtype: torch
     for arguments in CASES[name](device, dtype, big):
         expected = OPS[name].reference(*copied(arguments))
         result = implementation.function(*copied(arguments))
-        if name == "keep_top_k_top_p":  # at the bound, sums in another order may decide otherwise
+        if name == "keep_top_k_top_p":  # sums in another order may differ at the threshold
             (kept,), (expected_kept,) = on_host(result), on_host(expected)
             differ = kept.isfinite() != expected_kept.isfinite()
             assert int(differ.sum()) <= len(kept), "more than the tokens at the bound differ"
@@ -71,7 +72,7 @@ def _check_op(name: str, implementation: Any, device: torch.device, dtype: torch
 
 
 def copied(arguments: tuple[Any, ...]) -> list[Any]:
-    """For functions that may overwrite their inputs."""
+    """Return copies of the inputs, for functions that may overwrite them."""
     return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
 
 
@@ -132,7 +133,7 @@ def _float8(weight: Tensor) -> QuantizedMatrix:
 
 
 def _looked_up(weight: Tensor) -> QuantizedMatrix:
-    """With an unordered table, so that each value must come from its own position."""
+    """Use an unordered table, so that each value must come from its own position."""
     return replace(quantize.reference(weight, 4, 32), table=tuple(torch.randn(16).tolist()))
 
 
@@ -270,8 +271,8 @@ def _attended(
 
 
 def tiny_checkpoint(directory: Path) -> Path:
-    """Qwen3's architecture, random weights that spread the output over the vocabulary, and the bundled model's
-    tokenizer.
+    """Write a checkpoint with Qwen3's architecture, random weights whose outputs cover the whole vocabulary, and the
+    bundled model's tokenizer.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -300,8 +301,8 @@ def tiny_checkpoint(directory: Path) -> Path:
 
 
 def greedy(device: str, **options: Any) -> None:
-    """The engine's greedy tokens in float32 equal those of transformers, wherever the two best logits
-    differ clearly.
+    """Check that the engine's greedy tokens in float32 equal those of transformers where the two best logits differ
+    clearly.
     """
     from transformers import AutoModelForCausalLM
 
@@ -334,8 +335,8 @@ def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -
 
 
 def two_ranks(device: str) -> None:
-    """Two ranks generate the same greedy text as one, with the bundled model. They share a card if
-    there is only one.
+    """Check that two ranks generate the same greedy text as one, with the bundled model. They share a card if there is
+    only one.
     """
     from quire.checkpoints.hub import bundled_model
 

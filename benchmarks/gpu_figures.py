@@ -23,16 +23,17 @@ from quire.attention.selection import BACKENDS
 
 Figures = dict[str, Any]
 SHORT_GAP = 5.0  # microseconds
-LIBRARIES = ("flash-attn", "torch-varlen")  # attention backends that join for prompts
+LIBRARIES = ("flash-attn", "torch-varlen")  # attention backends for whole prompts
 
 
 def write_shape(directory: Path, name: str) -> Path:
-    """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
+    """Write a checkpoint without weights, for --load-format dummy, with the bundled model's tokenizer."""
     return write_config(directory, SHAPES[name])
 
 
 def weight_bytes(shape: dict[str, Any]) -> int:
-    """Bytes of bfloat16 weights that a one-token step reads: all but the embedding's rows of other tokens."""
+    """Return the bytes of bfloat16 weights that a one-token step reads: all except the embedding rows of other
+    tokens."""
     hidden = shape["hidden_size"]
     heads = shape["num_attention_heads"]
     kv_heads = shape["num_key_value_heads"]
@@ -59,7 +60,7 @@ class Clock:
             started = time.perf_counter()
             if self.device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host launches all of it
+                torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host launches all kernels
                 begin.record()
                 run()
                 end.record()
@@ -76,7 +77,7 @@ class Clock:
 
 
 def ceilings(device: torch.device, small: bool) -> Figures:
-    """Bytes read per second, and bfloat16 operations per second."""
+    """Return the bytes read per second, and bfloat16 operations per second."""
     clock = Clock(device)
     data = torch.ones(2**22 if small else 2**31, dtype=torch.float32, device=device)
     n = 256 if small else 8192
@@ -109,7 +110,7 @@ def attention(device: torch.device, ceilings: Figures, small: bool) -> Figures:
 
 
 def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
-    """The cache of the first of four layers."""
+    """Return the cache of the first of four layers."""
     device = backend.shape.device
     size = 4 * backend.entry_bytes()
     return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
@@ -124,8 +125,8 @@ def decoding(
     dim: int = 128,
     kernels: list[Kernel] | None = None,
 ) -> float:
-    """Bytes of keys and values per second, for a new token of each of `batch` requests. Its kernels are appended to
-    `kernels`."""
+    """Return the bytes of keys and values read per second, for a new token of each of `batch` requests. Its kernels are
+    appended to `kernels`."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
     blocks = context // 16
@@ -151,8 +152,8 @@ def prompts(
     dim: int = 128,
     kernels: list[Kernel] | None = None,
 ) -> Figures:
-    """Floating-point operations per second over whole prompts: Quire's on a paged cache, those of libraries that can
-    join (quire/attention/varlen.py), and torch's scaled_dot_product_attention on plain tensors.
+    """Return floating-point operations per second over whole prompts: Quire's kernel on a paged cache, optional
+    libraries (quire/attention/varlen.py), and torch's scaled_dot_product_attention on plain tensors.
     """
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
@@ -179,7 +180,7 @@ def prompts(
     for kind in (b for b in BACKENDS if b.name in LIBRARIES and b.unsupported(shape) is None):
         try:
             rates[f"prefill_{kind.name}_flop_s"] = rate(kind(shape))
-        except Exception as error:  # of a library; ours is measured all the same
+        except Exception as error:  # in a library; Quire's kernel is still measured
             warnings.warn(f"{kind.name}: {error}", stacklevel=2)
     dense = [x.view(batch, length, -1, dim).transpose(1, 2) for x in (q, k, v)]
 
@@ -202,7 +203,7 @@ def _profile(run: Callable[[], object], kernels: list[Kernel] | None) -> None:
 
 
 def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
-    """An engine with random weights, and the seconds until it is ready."""
+    """Start an engine with random weights. Returns it, and the seconds until it is ready."""
     from quire import LLM
 
     started = time.perf_counter()
@@ -211,7 +212,7 @@ def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
 
 
 def one_stream(llm: Any, tokens: int) -> float:
-    """Seconds per output token of one request, measured over the second half of the output."""
+    """Return the seconds per output token of one request, measured over the second half of the output."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -241,7 +242,7 @@ def many(llm: Any, count: int, longest: int, least: int = 100) -> Figures:
 
 
 def host(llm: Any, steps: int) -> Figures:
-    """The host's work in decoding steps: launches and waits, and how long the device is idle between steps."""
+    """Measure the host's work in decoding steps: launches and waits, and how long the device is idle between steps."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True)
@@ -285,8 +286,8 @@ def host(llm: Any, steps: int) -> Figures:
 
 
 def _idle(spans: list[tuple[float, float]]) -> float | None:
-    """The share of the time in which no kernel runs. Short gaps are ignored: they are between kernels of a graph.
-    spans: start and end of each kernel, in microseconds, sorted.
+    """Return the share of the time in which no kernel runs. Short gaps are ignored, since they are between kernels of a
+    graph. spans: start and end of each kernel, in microseconds, sorted.
     """
     if not spans:
         return None
@@ -334,7 +335,7 @@ def transformers_batch(name: str, count: int, longest: int, least: int = 100) ->
     with torch.no_grad():
         model.generate_batch(inputs[:4], generation_config=options, max_new_tokens=4)
         outputs = model.generate_batch(inputs, generation_config=options, record_timestamps=True)
-    begin = min(output.created_time for output in outputs.values())  # its memory and graphs are ready by then
+    begin = min(output.created_time for output in outputs.values())  # its memory and graphs are ready at this time
     seconds = max(output.timestamps[-1] for output in outputs.values()) - begin
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if tokens < count * length:

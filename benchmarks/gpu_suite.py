@@ -1,4 +1,4 @@
-"""Measures everything that needs a GPU, in one command of at most nine minutes, without network access or weights:
+"""Measures everything that needs a GPU. One command takes at most nine minutes, without network access or weights:
 
     python benchmarks/gpu_suite.py [--only SECTION ...] [--out DIR]
 
@@ -102,7 +102,7 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
 def _engine(
     shape: str, device: Any, ceilings: dict[str, Any], small: bool, few: bool, count: int, longest: int
 ) -> dict[str, Any]:
-    """The start, one stream, the kernels of steps, many requests, and the gain from graphs."""
+    """Measure the start, one stream, the kernels of steps, many requests, and the gain from graphs."""
     import gpu_figures as figures
 
     from benchmarks.gpu.kernels import decoding_steps
@@ -142,7 +142,8 @@ def _engine(
 
 
 def _sums(ranks: int, kind: str) -> dict[str, Any]:
-    """Microseconds of an all-reduce, with Quire's implementation and with torch's, by the size of the tensor."""
+    """Return the microseconds of an all-reduce with Quire's implementation and with torch's, by the size of the
+    tensor."""
     from statistics import median
 
     from benchmarks.sums_of_ranks import measure
@@ -161,7 +162,7 @@ def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
     if device.type != "cuda":
         return {"tried": {}}
     worst = [d for d in _differences(results) if d.kernel not in (kernels.PRODUCTS, kernels.OTHERS)][:3]
-    if not worst:  # nothing is expected of this card: take the kernels with the most time
+    if not worst:  # no expected times for this card: take the slowest kernels
         measured = [(figure, k) for figure, found in _measured(results).items() for k in found]
         named = [(f, k) for f, k in measured if k["name"] not in (kernels.PRODUCTS, kernels.OTHERS)]
         named.sort(key=lambda pair: -pair[1]["seconds"])
@@ -207,7 +208,7 @@ def tell(result: dict[str, Any]) -> None:
 
 def _versions(torch: Any, device: Any) -> dict[str, Any]:
     result = {"date": date.today().isoformat(), "python": platform.python_version(), "cpu": platform.processor()}
-    result["c_compiler"] = shutil.which("gcc") or shutil.which("clang")  # Triton's launchers need one
+    result["c_compiler"] = shutil.which("gcc") or shutil.which("clang")  # Triton's launchers need a C compiler
     for package in ("torch", "triton", "transformers", "numpy"):
         try:
             result[package] = version(package)
@@ -244,7 +245,7 @@ def main() -> int:
     if not a.only:
         saved.unlink(missing_ok=True)
     options = ["--out", str(a.out), *["--small"] * a.small, *(["--stand-in", a.stand_in] if a.stand_in else [])]
-    slowness = 10 if a.stand_in else 1  # kernels are compiled on CPUs, and steps take as long as on a CPU
+    slowness = 10 if a.stand_in else 1  # kernels are compiled on CPUs, and steps are as slow as on a CPU
     results: Results = json.loads(saved.read_text()) if saved.exists() else {}
     started = time.perf_counter()
     for name in SECTIONS:
@@ -280,7 +281,7 @@ def _stand_in(target: str | None) -> Any:
 
 
 def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
-    """Return the result of a section, as far as it got within `limit` seconds."""
+    """Return the result that a section reached within `limit` seconds."""
     if limit < 5:
         return {"error": "no time was left"}
     started = time.perf_counter()
@@ -299,7 +300,7 @@ def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
 
 
 def last_result(text: str) -> dict[str, Any]:
-    """The last complete line of JSON that is an object."""
+    """Return the last complete line of JSON that is an object."""
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
             result = json.loads(line)
@@ -348,7 +349,7 @@ def _goals(results: Results) -> list[tuple[str, float | None, str, Callable[[flo
 
 
 def table(results: Results) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     lines = ["", *(f"{key}: {value}" for key, value in results.get(FIRST, {}).items()), ""]
     for name in CHECKS:
         if name in results:
@@ -369,7 +370,7 @@ def table(results: Results) -> str:
 
 
 def _kernel_tables(results: Results) -> list[str]:
-    """Each kernel with its expected time, the three that lose the most time, and their best tiles."""
+    """Return tables of all kernels with expected times, the three that lose the most time, and their best tiles."""
     lines = []
     found = _differences(results)
     expected = {(d.figure, d.kernel): d.expected for d in found}

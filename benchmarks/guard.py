@@ -1,14 +1,14 @@
 """Checks whether one commit is faster or slower than another. Measures two commits of this project, interleaved.
 
-    python benchmarks/guard.py                      # the last commit beside the one before it
+    python benchmarks/guard.py                      # the last commit and the one before it
     python benchmarks/guard.py main my-branch       # any two
     python benchmarks/guard.py --rounds 9 --only single-bf16,batch-bf16
 
 Each commit is checked out into a temporary folder and has its own process for each group of workloads. Both are loaded
 at once, but only one of them runs at a time. A round runs every workload once on each commit, in an order that varies
 between rounds. The result is the median of the rounds' ratios (new time / old time), its spread, and a verdict. A
-difference counts if it is above 1 % and a paired permutation test of the rounds finds it unlikely to be noise (p <
-0.05). Needs git, and the dependencies of the two commits. Exit status: 1 if a workload is slower, else 0.
+difference counts if it is above 1 % and a paired permutation test of the rounds gives p < 0.05. Needs git, and the
+dependencies of the two commits. Exit status: 1 if a workload is slower, else 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Layers with Qwen3-0.6B's shapes, eight of its 28: each layer does the same work, and a round takes only seconds.
+# Eight of Qwen3-0.6B's 28 layers: all layers do the same work, and with eight a round takes only seconds.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -85,7 +85,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[random.Random], Requests]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8"}, "bundled": {"max_num_seqs": 256}}
 
 
-# ---- in a process of its own, with the package of one commit
+# ---- in a separate process, with the package of one commit
 
 
 def work(group: str, model: str | None) -> None:
@@ -125,7 +125,7 @@ class Worker:
         )
 
     def run(self, workload: str, seed: int) -> float:
-        """Seconds that it takes."""
+        """Run a workload. Returns its seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"workload": workload, "seed": seed}) + "\n")
@@ -142,7 +142,7 @@ class Worker:
 
 
 def start(checkout: Path) -> float:
-    """Seconds from the start of a process to the end of its first token."""
+    """Return the seconds from the start of a process to the end of its first token."""
     command = [sys.executable, "-m", "quire", "generate", "--max-tokens", "1", "Once upon a time"]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     started = time.perf_counter()
@@ -151,7 +151,7 @@ def start(checkout: Path) -> float:
 
 
 def serve(checkout: Path) -> float:
-    """Seconds from a server's start to its first healthy response."""
+    """Return the seconds from a server's start to its first healthy response."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "quire", "serve", "--port", port, "--log-level", "WARNING"]
@@ -171,7 +171,7 @@ def serve(checkout: Path) -> float:
     return seconds
 
 
-STARTS = {"start": start, "serve": serve}  # workloads that are processes from their beginning, with the bundled model
+STARTS = {"start": start, "serve": serve}  # workloads that start a process with the bundled model
 
 
 # ---- the comparison
@@ -179,7 +179,7 @@ STARTS = {"start": start, "serve": serve}  # workloads that are processes from t
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one workload. ratio: new time / old time, the median of the rounds; lowest, highest: its spread."""
+    """The result of one workload. ratio: new time / old time, median of the rounds. lowest, highest: its spread."""
 
     ratio: float
     lowest: float
@@ -197,8 +197,8 @@ class Verdict:
 def judge(old: list[float], new: list[float]) -> Verdict:
     """Compare paired rounds of the same workload.
 
-    p: how often randomly swapping the members of pairs gives a difference at least as large. Exact for up
-    to 12 rounds, otherwise from 4,096 draws.
+    p: the probability that randomly swapping the members of pairs gives a difference at least as large; exact for up to
+    12 rounds, otherwise estimated from 4,096 draws.
     """
     logs = [math.log(b / a) for a, b in zip(old, new, strict=True)]
     seen = abs(sum(logs))
@@ -229,7 +229,7 @@ def compare(checkouts: tuple[Path, Path], model: Path, names: list[str], rounds:
 
 
 def _rounds(rounds: int, sides: list[Callable[[int], float]]) -> list[list[float]]:
-    """Seconds of old and new, after a warm-up round."""
+    """Return the seconds of old and new, without the warm-up round."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         for side in (0, 1) if number % 2 else (1, 0):

@@ -54,7 +54,7 @@ def _git(*command: str) -> str:
 
 
 def _speed(checkouts: tuple[Path, ...], model: Path, name: str, rounds: int) -> float:
-    """Speed of the first checkout relative to the second; NaN if it cannot run the workload."""
+    """Return the speed of the first checkout relative to the second; NaN if it cannot run the workload."""
     try:
         [(_, verdict)] = guard.compare((checkouts[0], checkouts[1]), model, [name], rounds)
     except (SystemExit, OSError, subprocess.CalledProcessError) as problem:

@@ -28,7 +28,7 @@ from benchmarks.embeddings import plot
 from quire import LLM, SamplingParams
 
 ANSWER, QUESTION, SIDE = 32, 24, 224  # tokens, tokens, pixels
-PICTURE = 300  # the token that stands for an embedding of a picture
+PICTURE = 300  # the placeholder token of an image embedding
 EMBEDS = (SIDE // 16) ** 2
 
 
@@ -69,7 +69,7 @@ def write_model(folder: Path) -> Any:
     return processor
 
 
-Answer = Callable[[list[list[int]], list[Image.Image]], list[list[int]]]  # prompts with one PICTURE each, pictures
+Answer = Callable[[list[list[int]], list[Image.Image]], list[list[int]]]  # prompts, images
 
 
 class Chats:

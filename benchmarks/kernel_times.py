@@ -4,7 +4,7 @@
 
 Cases are decode steps of one or more streams after 128 tokens (`one`, or a number), and `prompt`, a prompt of 512
 tokens. Steps run without recording, so that each kernel is a separate call. Figures are medians over steps; "the rest"
-is everything in these steps except kernels. --cpu-time: measure the processor time of one thread, for busy machines.
+is the time in these steps outside kernels. --cpu-time: measure the processor time of one thread, for busy machines.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def label(name: str, values: tuple[Any, ...]) -> str:
 
 
 def products(name: str) -> int:
-    """Multiplications and additions of one call."""
+    """Return the number of multiplications and additions of one call."""
     if "linear" not in name:
         return 0
     rows, out, inputs = (int(part) for part in name.replace("x", " ").split()[-3:])
@@ -81,7 +81,7 @@ def prompts_of(count: int, length: int, seed: int) -> list[dict[str, list[int]]]
 
 
 def measure(llm: LLM, case: str, times: Times, wanted: int) -> list[tuple[float, dict[str, list[float]]]]:
-    """Seconds and kernels of each step of the case."""
+    """Return the seconds and kernels of each step of the case."""
     steps: list[tuple[float, dict[str, list[float]]]] = []
     step = llm._step
 

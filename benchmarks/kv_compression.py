@@ -45,8 +45,8 @@ from quire.attention.eviction import METHODS
 from quire.messages.step import NewRequest, SchedulerOutput
 
 RATIOS = (2, 4, 8, 16)
-LAST = 144  # tokens of a prompt that each variant computes anew
-BEHIND = 256  # tokens behind a text whose perplexity is measured
+LAST = 144  # the last tokens of a prompt, computed again by each variant
+BEHIND = 256  # tokens after a text, whose perplexity is measured
 ANSWER = 6  # tokens
 CITIES = "Lisbon Oslo Vienna Porto Ghent Turin Riga Bern Lyon Cork Graz Malmo".split()
 
@@ -102,7 +102,7 @@ class Variants:
 
     @torch.inference_mode()
     def run(self, count: int, num_kept_blocks: int | None = None) -> Tensor:
-        """Hidden states of the next tokens, which end the prompt if it is compressed."""
+        """Return the hidden states of the next tokens. If the prompt is to be compressed, these are its last tokens."""
         compressions = [] if num_kept_blocks is None else [(0, num_kept_blocks, 0)]
         step = SchedulerOutput(0, [], [0], [count], compressions=compressions)
         flat = self.batch.flatten(step)
@@ -141,7 +141,7 @@ class Variants:
         return self.runner.model.logits(hidden[-1:])  # type: ignore[no-any-return]
 
     def append(self, tokens: list[int]) -> Tensor:
-        """The logits after each of these tokens."""
+        """Return the logits after each of these tokens."""
         known = int(self.batch.num_computed[0])
         self.batch.token_ids[0, known : known + len(tokens)] = tokens
         self.batch.num_tokens[0] = known + len(tokens)
@@ -183,7 +183,7 @@ def quality(engine: Any, inputs: Any, decode: Any) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Rows of Markdown."""
+    """Return the rows of a Markdown table."""
     base = torch.tensor(result["losses"]["None 1"])
     lines = [f"perplexity without compression: {base.mean().exp():.2f}"]
     hits = [i for i, hit in enumerate(result["found"].get("None 1", [])) if hit]
@@ -244,11 +244,11 @@ def main() -> None:
 
 
 def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio: float) -> str:
-    """Rows of Markdown: the effect of compression in intervals on texts of 200 prompt tokens and `length` output
-    tokens.
+    """Return rows of Markdown with the effect of compression in intervals, on texts of 200 prompt tokens and `length`
+    output tokens.
 
-    The output is fixed, as if another core had generated it. The engine computes it in chunks that end where it would
-    have been compressed, over the same caches. Each chunk gives logits after all its tokens.
+    The output is fixed, as if another core had generated it. The engine computes it in chunks over the same caches.
+    Each chunk ends where the cache would have been compressed. Each chunk gives logits after all its tokens.
     """
     rows = ["| method | interval | blocks | perplexity |", "|---|---|---|---|"]
     longest = 200 + length
@@ -312,7 +312,7 @@ def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio
 
 PROMPT, OUTPUT = 3072, 48  # tokens
 POOL = 16  # uncompressed requests that fit into the pool
-SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weights
+SHAPE = {  # the KV cache dominates: 12 KB per token, with only 12 MB of weights
     "num_hidden_layers": 6,
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -324,7 +324,7 @@ SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weigh
 
 
 def speed(rounds: int = 2) -> dict[str, Any]:
-    """For each engine: how many requests run at once, and tokens per second while all of them decode."""
+    """Return for each engine how many requests run at once, and the tokens per second while all of them decode."""
     pool = POOL * -(-(PROMPT + OUTPUT) // 16)
     result = dict[str, Any]()
     for name, compression in (("whole", {}), ("4 x", {"method": "kv_compress", "ratio": 4})):
@@ -352,7 +352,7 @@ def speed(rounds: int = 2) -> dict[str, Any]:
             tokens = 0
             count = 0
             # Requests are admitted while there is room. Only steps with the maximum number of requests, all decoding,
-            # are counted; steps after a preemption or with prompts are not.
+            # are counted. Steps after a preemption or with prompts are not.
             while core.has_unfinished and count < 24:
                 started = time.perf_counter()
                 computed = core.scheduler.stats.computed_tokens

@@ -3,7 +3,7 @@
     python -m benchmarks.kv_compression_on_paper
 
 Llama-3.1-8B in bfloat16: 16 GB of weights, and 128 KiB of keys and values for a token. 54 GB are left for the KV cache.
-There is always work. A step takes as long as the GPU needs, or the host, if that is longer:
+Requests always wait. A step takes as long as the slower of the GPU and the host:
 
     GPU    reading the weights, or the products of its tokens if these take longer (600 TFLOP/s); attention of prompts
            (400 TFLOP/s); reading the cached keys and values of requests that decode (3.35 TB/s x 0.91)

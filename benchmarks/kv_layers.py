@@ -1,4 +1,4 @@
-"""Measures the gain from reading each layer's keys and values when it has been computed, not at the end of the step.
+"""Measures the gain from reading keys and values layer by layer during a step instead of at its end.
 
     python -m benchmarks.kv_layers --rounds 5               # as root: it makes two network namespaces
 
@@ -31,7 +31,7 @@ WHOLE_STEPS = "from quire.transfer import store\nstore._PARTS = 1\n"
 
 
 async def measure(urls: list[str], rounds: int) -> list[list[float]]:
-    """Seconds to the first token, for each url and round."""
+    """Return the seconds to the first token, for each URL and round."""
     import aiohttp
 
     found: list[list[float]] = [[] for _ in urls]

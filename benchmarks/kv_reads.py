@@ -34,7 +34,7 @@ def serve(ranks: int, shared: bool) -> None:
 
 
 def used(process: int) -> float:
-    """The process's processor time, in seconds."""
+    """Return the process's processor time in seconds."""
     user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -50,7 +50,8 @@ def measure(ranks: int, transport: str, streams: int) -> None:
         store = PeerStore(layout, 0, kv_peers.SECRET, transports=[transport], streams=streams)
 
         def seconds(block_ids: list[int], times: int) -> tuple[float, float, float]:
-            """The minimum time of a load: wall time, and processor time of this process and of the other one."""
+            """Return the minimum time of a load: wall time, and the processor times of this process and of the other
+            one."""
             order = Transfer(1, 0, True, block_ids, [(0, b"")] * len(block_ids), block_ids, peer)
             best = (float("inf"),) * 3
             for _ in range(times):

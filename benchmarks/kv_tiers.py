@@ -1,12 +1,12 @@
 """Measures the gains and costs of tiers beyond the KV cache.
 
-    python -m benchmarks.kv_tiers                      # three rounds, some ten minutes on two cores
+    python -m benchmarks.kv_tiers                      # three rounds, about ten minutes on two cores
     python -m benchmarks.kv_tiers --rounds 1 --conversations 6 --folder /some/disk
 
 Engines with Qwen3-0.6B's shapes and random weights run in this process: one without tiers, one with CPU memory, one
 with a disk. They alternate in a varying order. The KV cache of each holds a third of the conversations.
 
-conversations   each conversation has some 2,000 tokens, and grows by 64 tokens. First one after the other (time to
+conversations   each conversation has about 2,000 tokens and grows by 64 tokens. First one after the other (time to
                 first token), then all at once with 16 tokens of output each (turns a second).
 nothing found   texts of 512 tokens that are never repeated, with 32 tokens of output, eight at a time: the cost of
                 saving blocks that are never reused, in seconds and in CPU seconds.
@@ -57,7 +57,7 @@ class Texts:
 
 
 def first_tokens(llm: LLM, prompts: list[list[int]]) -> float:
-    """Seconds to the first token, the median of the prompts."""
+    """Return the median seconds to the first token of the prompts."""
     seconds = []
     params = SamplingParams(max_tokens=1, temperature=0)
     for prompt in prompts:

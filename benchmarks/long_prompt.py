@@ -30,7 +30,7 @@ from quire.bench.claims import _steps
 from quire.ops.cpu.linear import linear_cpu
 
 MERGED = {"queries, keys and values": ("q_proj", "k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
-ROWS = 512  # of a step, and of the products that are measured
+ROWS = 512  # of a step, and of the measured products
 BLUE = "#2563a8"
 ORANGE = "#e08a1e"
 GREY = "#666666"
@@ -50,7 +50,7 @@ def main() -> None:
     model = Model(Path(a.model))
     products = Products(merged_shapes(model))
     per_token = 2 * model.product_parameters
-    attention = 4 * model.layers * model.config["num_attention_heads"] * model.head_dim  # for each token before
+    attention = 4 * model.layers * model.config["num_attention_heads"] * model.head_dim  # per previous token
 
     rounds = []
     for _ in tqdm(range(a.rounds), desc="rounds", file=sys.stderr):
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def merged_shapes(model: Model) -> list[tuple[int, int]]:
-    """[out, in] of the products of a layer; products with the same input are merged."""
+    """Return [out, in] of each product of a layer; products with the same input are merged."""
     shapes: dict[str, tuple[int, int]] = {}
     for name, shape in model.shapes.items():
         if ".layers.0." in name and len(shape) == 2:
@@ -109,7 +109,7 @@ class Products:
         self._weights = [(linear_cpu.pack(torch.randn(*shape).bfloat16()), *shape) for shape in shapes]
 
     def rate(self) -> float:
-        """Operations a second."""
+        """Return operations per second."""
         started = time.perf_counter()
         for _ in range(6):
             for weight, _, in_ in self._weights:
@@ -118,7 +118,7 @@ class Products:
 
 
 def step_seconds(llm: LLM, tokens: int) -> list[float]:
-    """Seconds of each step of a prompt of the given length, up to its first token."""
+    """Return the seconds of each step of a prompt of the given length, up to its first token."""
     rng = random.Random(tokens)
     times = [time.perf_counter()]
     for _ in _steps(llm, [([rng.randint(3, 4000) for _ in range(tokens)], 1)]):
@@ -127,7 +127,7 @@ def step_seconds(llm: LLM, tokens: int) -> list[float]:
 
 
 def line(places: list[float], values: list[float]) -> tuple[float, float]:
-    """(slope, value at zero) of the least-squares line."""
+    """Return (slope, value at zero) of the least-squares line."""
     slope, start = linear_regression(places, values)
     return slope, start
 

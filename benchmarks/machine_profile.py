@@ -3,8 +3,8 @@
     python benchmarks/machine_profile.py --model DIR_OR_GGUF [--cpu-isa avx2] [--quantization int8] [--max-threads 2]
 
 Measures this machine, as an idle engine does. Then it computes a prompt with steps of 128 to 2,048 tokens and decodes
-one stream, with each number of threads, interleaved. Prints a table of the fastest of several rounds, with the chosen
-setting's share of the best.
+one stream, with each number of threads, interleaved. Prints a table of the best of several rounds, and the chosen
+setting's speed relative to the best setting.
 
 --cpu-time: measure the processor time of one thread, which other programs disturb less. In this case, only the step
 sizes are compared.
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
-    """The profile, and how long measuring it took."""
+    """Return the profile, and how long measuring it took."""
     began = time.perf_counter()
     probe = KernelProbe()
 
@@ -92,7 +92,7 @@ def measure(threads: int, by_cpu_time: bool) -> tuple[MachineProfile, float]:
 def run(
     llm: LLM, threads: list[int], prompt: int, rounds: int, clock: Callable[[], float]
 ) -> dict[tuple[int, int], float]:
-    """The minimum seconds by threads and tokens of a step; 1 for decoding one stream."""
+    """Return the minimum seconds by threads and tokens per step. Decoding one stream has 1 token per step."""
     limits = llm.core.scheduler.limits
     rng = random.Random(0)
     tokens = [rng.randrange(100, 10_000) for _ in range(prompt)]

@@ -40,7 +40,7 @@ async def work(requests: int, tokens: int) -> None:
 
 
 async def look(seconds: float) -> None:
-    """Viewers, in a separate process."""
+    """Run the viewers in a separate process."""
     import aiohttp
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session:

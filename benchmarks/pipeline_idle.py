@@ -7,7 +7,7 @@ its process uses no processor.
 
 Without --model: simulated, with the real scheduler and a model of time.
 
-Requests arrive as others finish, so that there is always work (`--streams` at a time). Prompts and outputs have
+A new request arrives whenever one finishes, so `--streams` requests run at all times. Prompts and outputs have
 log-normal lengths like those of ShareGPT's conversations. A step takes each stage
 
     weights / stages + (per token * tokens + per key * keys that its tokens read) / stages
@@ -34,12 +34,12 @@ from quire.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the whole model."""
+    """Seconds that the whole model takes."""
 
     weights: float  # reading them
     token: float
-    key: float  # a query that reads one key
-    launch: float  # of a step on a stage, whatever it computes
+    key: float  # per key that a query reads
+    launch: float  # fixed time of a step on a stage
     host: float  # from a result to the next step
     link: float  # a token's hidden state from stage to stage
 
@@ -61,7 +61,7 @@ def on_h100(parameters: float, hidden: int, layers: int) -> Times:
     )
 
 
-# A model of 1.1 B parameters on processor cores of 150 GFLOP/s and 12 GB/s each, one for a stage
+# A model of 1.1 B parameters on CPU cores with 150 GFLOP/s and 12 GB/s each, one core per stage
 CPU = Times(weights=0.183, token=0.0147, key=4 * 2048 * 22 / 100e9, launch=1e-3, host=1e-3, link=4096 / 1e9)
 MODELS = {"8B": on_h100(8e9, 4096, 32), "70B": on_h100(70e9, 8192, 80)}
 
@@ -69,7 +69,7 @@ MODELS = {"8B": on_h100(8e9, 4096, 32), "70B": on_h100(70e9, 8192, 80)}
 def idle_shares(
     stages: int, times: Times, streams: int, requests: int, budget: int, depth: int | None = None, seed: int = 1
 ) -> tuple[list[float], float, float]:
-    """The idle share of each stage, output tokens per second, and the mean time to first token."""
+    """Return the idle share of each stage, output tokens per second, and the mean time to first token."""
     limits = SchedulerLimits(streams, budget, 8192, depth=depth or stages, stages=stages)
     scheduler = Scheduler(limits, 200_000, [attention_spec([0])], 16, enable_prefix_caching=False)
     arriving = deque(
@@ -114,7 +114,7 @@ def idle_shares(
             arrived[arriving[0].request_id] = now
             scheduler.add(arriving.popleft())
         if not arriving:
-            break  # what follows has too few requests
+            break  # afterwards, too few requests remain
         while len(flights) < limits.depth and launch():
             pass
         step, done = flights.popleft()
@@ -130,13 +130,13 @@ def idle_shares(
             began = now
             busy = [max(0.0, f - now) for f in free]
     assert began is not None
-    # Work after `now` is not counted.
+    # Work after `now` does not count.
     shares = [1 - (b - max(0.0, f - now)) / (now - began) for b, f in zip(busy, free, strict=True)]
     return shares, made / (now - began), statistics.mean(waited)
 
 
 def lengths(requests: int, seed: int = 1) -> list[tuple[int, int]]:
-    """The lengths of prompts and outputs, in tokens."""
+    """Return the lengths of prompts and outputs, in tokens."""
     draw = random.Random(seed)
     return [
         (min(4000, 1 + int(draw.lognormvariate(5.2, 1.2))), min(2000, 1 + int(draw.lognormvariate(5.0, 0.9))))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.plan_published
 
-Each row is simulated as it was measured: the same number of requests or concurrency, lengths of prompts and outputs,
-layout, type of the weights, and the engine's limits as far as they are known. Estimated times are what the devices
-need, by the shares in quire/planner/devices.toml; they do not include the other engines' hosts. The tables were not
-selected by how well they agree.
+Each row is simulated as it was measured: with the same number of requests or concurrency, lengths of prompts and
+outputs, layout and weight type, and with the engine's limits as far as they are known. Estimated times are those of the
+devices, with the shares in quire/planner/devices.toml; they do not include the host work of the other engines. The
+tables were not selected by how well they agree.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRT = "TensorRT-LLM, performance overview of v1.0 (docs/source/performance/perf-
 NIM = "NVIDIA NIM 1.8.0 (docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)"
 YOBITEL = "vLLM 0.21.0, H100 80 GB HBM3 (yobitelcomm.github.io/bench/recipes/concurrency-sweep)"
 MUSGRAVE = "vLLM 0.23.0 (johnmusgrave.com/p/vllm-throughput-latency-sweep-on)"
-MANY = 4096  # requests at a time, where none is said
-FP8, BF16 = 1.0, 2.0  # bytes of a weight
+MANY = 4096  # requests at a time, if none are stated
+FP8, BF16 = 1.0, 2.0  # bytes per weight
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def _latencies() -> list[Published]:
     nim = {1: 0.01858, 5: 0.02183, 25: 0.03875, 50: 0.05973}
     shared = (NIM, "llama-3-70b", "H100", Layout(2), FP8, 5000, 500)
     found += [Published(*shared, concurrency, "TPOT", tpot) for concurrency, tpot in nim.items()]
-    # With several requests at a time, TTFT depends on how far the client's requests have drifted apart.
+    # With several requests at a time, TTFT depends on how far apart the client's requests have drifted.
     found.append(Published(*shared, 1, "TTFT", 0.40677))
-    # The page does not state lengths. A short chat: TTFT of 14 ms is that of some 100 tokens.
+    # The page does not state lengths. A TTFT of 14 ms suggests a short chat with about 100 tokens.
     for concurrency, tpot in ((1, 0.00648), (4, 0.00659), (16, 0.01094), (64, 0.04691)):
         found.append(Published(YOBITEL, "llama-3-8b", "H100", Layout(), BF16, 128, 128, concurrency, "TPOT", tpot))
     found.append(Published(MUSGRAVE, "llama-3-8b", "A100-40GB", Layout(), BF16, 1024, 128, 1, "TPOT", 1 / 75))

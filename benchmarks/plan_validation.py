@@ -5,8 +5,8 @@
 Steps are fitted in the same way as by `quire plan measure`. Then workloads with other numbers of requests and other
 lengths run in the same engine. Both are repeated, interleaved, so that a slow period of the machine affects both. Times
 are processor seconds of one thread, since other programs run on the machine. "Simulated" is the whole workload in the
-planner's simulation: its scheduler chooses the steps itself. "Neighbours" is the difference between consecutive steps
-with the same number of tokens: the noise of the measurement.
+planner's simulation, whose own scheduler chooses the steps. "Neighbours" is the difference between consecutive steps
+with the same number of tokens, which shows the noise of the measurement.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # config an
     "qwen3-0.6b": (SHAPES["qwen3-0.6b"], {}),
 }
 OPTIONS = {"max_model_len": 1536, "max_num_seqs": 32, "enable_prefix_caching": False, "async_scheduling": False}
-WORKLOADS = {  # requests, tokens of prompts, tokens of outputs: other numbers than those of quire/planner/measure.py
+WORKLOADS = {  # requests, prompt tokens, output tokens; different from those in quire/planner/measure.py
     "3 streams": (3, (100, 300), (30, 60)),
     "11 requests": (11, (30, 700), (10, 60)),
     "27 requests": (27, (20, 400), (10, 50)),
@@ -59,7 +59,7 @@ WORKLOADS = {  # requests, tokens of prompts, tokens of outputs: other numbers t
 
 @dataclass
 class Checked:
-    """Measured steps of a workload, and of the whole workload the seconds of each run and its requests."""
+    """The measured steps of a workload, the seconds of each run of the whole workload, and its requests."""
 
     samples: list[Sample]
     seconds: list[float]

@@ -1,8 +1,8 @@
 """Measures how long open streams stall when a process of the engine is lost.
 
 `python benchmarks/recovery.py` starts `quire serve` with the bundled model, opens 16 streams, and kills or stops the
-core or a rank. It prints for each case for how long a stream stood still at most, the sum of its gaps of more than
-0.3 s, and the seconds after the signal at which the log tells of the loss and of the restart.
+core or a rank. It prints for each case the longest pause of a stream, as the sum of its gaps of more than 0.3 s, and
+how many seconds after the signal the log reports the loss and the restart.
 
     python benchmarks/recovery.py --case core-kill
     python benchmarks/recovery.py --case rank-kill --model DIR
@@ -68,7 +68,7 @@ class Served:
         self.process.wait()
 
     def find(self, kind: str) -> int:
-        """The process id of the core, or of the last rank."""
+        """Return the process id of the core, or of the last rank."""
         core = next(pid for pid in _children(self.process.pid) if "resource_tracker" not in _command(pid))
         if kind == "core":
             return core

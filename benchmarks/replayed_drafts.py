@@ -50,18 +50,18 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 COLOURS = "#2563a8", "#e08a1e", "#3f8f4f", "#c22f2f"
-# The share of correct drafts at each position, with the first heads of the bundled model at temperature 0. The current
+# The share of correct drafts at each position, with the bundled model's first heads at temperature 0. The current
 # EAGLE-3 head is better (docs/speculation.md).
 RIGHT = {"eagle3": (0.925, 0.877, 0.789, 0.724, 0.653), "medusa": (0.781, 0.607, 0.466, 0.389, 0.357)}
 
 
 def conditional(right: Sequence[float]) -> list[float]:
-    """The share of correct drafts at each position, given that those before are correct."""
+    """Return the share of correct drafts at each position, given that all earlier drafts are correct."""
     return [share / before for share, before in zip(right, (1.0, *right), strict=False)]
 
 
 def make_llm(dtype: str, streams: int, head: str | None = None, drafts: int = 5, adaptive: bool = True) -> LLM:
-    """An engine with dummy weights. dtype: bfloat16, or int8 for quantized weights."""
+    """Return an engine with dummy weights. dtype: bfloat16, or int8 for quantized weights."""
     options: dict[str, Any] = {"quantization": "int8"} if dtype == "int8" else {}
     if head is not None:
         options["speculative_config"] = {
@@ -91,7 +91,7 @@ def folder(config: dict[str, Any]) -> str:
 
 
 def set_rates(llm: LLM, rates: Sequence[float]) -> None:
-    """Replay other rates from now on."""
+    """Replay different rates from now on."""
     replayed = llm.core.executor.runner.staging.count_kept  # type: ignore[attr-defined]
     most = len(replayed.rates) - 1
     all_rates = [*rates, *(most * [rates[-1]])][:most]
@@ -99,7 +99,8 @@ def set_rates(llm: LLM, rates: Sequence[float]) -> None:
 
 
 def run(llm: LLM, streams: int, tokens: int, seed: int) -> tuple[float, float]:
-    """Tokens per second of wall time, and per second of processor time. This includes the prompts, which are short."""
+    """Return tokens per second of wall time and of processor time, including the time of the prompts, which are
+    short."""
     dice = random.Random(seed)
     prompts = [{"prompt_token_ids": [dice.randint(3, 4000) for _ in range(32)]} for _ in range(streams)]
     params = [
@@ -190,7 +191,8 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """A panel for each head and type of weights: the gain by the number of streams, with a line for each acceptance."""
+    """Draw a panel for each head and weight type: the gain by the number of streams, with a line for each
+    acceptance."""
     top = 1.05 * max(result["ratio"] for result in results)
     panels = list(dict.fromkeys((result["head"], result["dtype"]) for result in results))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")

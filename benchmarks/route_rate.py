@@ -75,7 +75,7 @@ def serve_trivially(port: int) -> None:
 
 
 class Connection(asyncio.Protocol):
-    """Sends requests one after the other, as long as there are any."""
+    """Sends requests one after the other until none are left."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
@@ -131,7 +131,7 @@ class Load:
         self._done = asyncio.get_running_loop().create_future()
 
     async def run(self) -> list[float]:
-        """The seconds of each request."""
+        """Run the load. Returns the seconds of each request."""
         loop = asyncio.get_running_loop()
         for _ in range(self._clients):
             await loop.create_connection(lambda: Connection(self), "127.0.0.1", self._port)
@@ -157,7 +157,7 @@ async def processor_seconds(process: psutil.Process, load: Load) -> float:
 
 
 def start(command: list[str], ready: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that has reported that it is ready, and its port."""
+    """Start a process, and wait until it is ready. Returns the process and its port."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     port = next(int(found[1]) for line in process.stderr if (found := re.search(ready, line)))
@@ -165,7 +165,8 @@ def start(command: list[str], ready: str) -> tuple[subprocess.Popen[str], int]:
 
 
 async def measure(ports: dict[str, int], processes: dict[str, psutil.Process], direct: int, a: Any) -> dict[str, Any]:
-    """For each policy, lists of numbers, one for each round. The first round is a warm-up and not included."""
+    """Return the measured numbers of each policy, as lists with one entry per round. The warm-up round is not
+    included."""
     results: dict[str, Any] = {name: {"request": [], "chunk": [], "latency": []} for name in ports}
     bare = []
     for number in range(a.rounds + 1):

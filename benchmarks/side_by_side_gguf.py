@@ -3,9 +3,9 @@
     python benchmarks/side_by_side_gguf.py --gguf qwen=FILE gemma=FILE --out DIR --peer llamacpp=PYTHON --peer ik=PYTHON
 
 Runs, rounds and runs.jsonl are those of side_by_side.py, which compares float checkpoints with synthetic weights; here
-every engine reads the same real file. --cpu-isa avx2 emulates a processor with only AVX2 on one with AVX-512, if the
-peers were built accordingly: their lists of instruction sets are in the report. A start is the
-time from the start of a process to its first token.
+every engine reads the same real file. On a processor with AVX-512, --cpu-isa avx2 emulates one with only AVX2, if the
+peers were built accordingly: the report lists their instruction sets. A start is the time from the start of a process
+to its first token.
 """
 
 from __future__ import annotations

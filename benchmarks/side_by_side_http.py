@@ -104,7 +104,7 @@ async def _until_healthy(url: str, process: subprocess.Popen[bytes], timeout_s: 
 
 
 async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> tuple[int, float]:
-    """Tokens of the answer, and seconds until the first event."""
+    """Send a request. Returns the tokens of the answer, and the seconds until the first event."""
     sampling = {"max_tokens": TOKENS_OUT, "temperature": 0, "ignore_eos": True}
     body = {"model": MODEL, "prompt": prompt, **sampling, "stream": True, "stream_options": {"include_usage": True}}
     started = time.perf_counter()

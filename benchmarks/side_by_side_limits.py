@@ -31,15 +31,16 @@ class Model:
             raise ValueError(f"{directory} holds no .safetensors files")
         self.layers = c["num_hidden_layers"]
         self.head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-        experts = c.get("num_local_experts") or c.get("num_experts")  # transformers 5 writes the former
+        experts = c.get("num_local_experts") or c.get("num_experts")  # transformers 5 writes the first name
         self.experts_used = c["num_experts_per_tok"] / experts if experts else 1.0
 
     def weight_bytes(self, dtype: str, resident: bool = False, tokens: int = 1) -> int:
-        """Bytes of the weights that a step of `tokens` tokens reads; resident: of all, including an untied embedding.
+        """Return the bytes of the weights that a step of `tokens` tokens reads. resident: return the bytes of all
+        weights, including an untied embedding.
 
         int8: a float32 scale per output channel; int4: a bf16 scale per group of 128, the head in int8. The number of
-        experts that the tokens choose: if all are equally likely, n tokens skip an expert with probability (1 - used /
-        experts)^n.
+        experts that the tokens choose follows from equally likely experts: n tokens skip an expert with probability (1
+        - used / experts)^n.
         """
         total = 0.0
         chosen = 1.0 if resident else 1 - (1 - self.experts_used) ** tokens
@@ -47,7 +48,7 @@ class Model:
         for name, shape in self.shapes.items():
             size = prod(shape)
             if table in name:
-                size_bytes = 2 * size * (resident and table == "embed_")  # else it is the head's, twice in the file
+                size_bytes = 2 * size * (resident and table == "embed_")  # else it is the head, stored twice
             elif dtype == "bf16" or len(shape) < 2:
                 size_bytes = 2 * size
             elif dtype == "int8" or head in name:
@@ -59,7 +60,8 @@ class Model:
 
     @property
     def product_parameters(self) -> int:
-        """Parameters that a token is multiplied with, including its experts', but without embedding and head."""
+        """Return the number of parameters that multiply a token, including its experts' but not the embedding and the
+        head."""
         vocabulary = ("embed_tokens", "lm_head")
         matrices = {name: prod(shape) for name, shape in self.shapes.items() if len(shape) > 1}
         return round(
@@ -76,14 +78,12 @@ class Model:
 
     @property
     def kv_size(self) -> int:
-        """Bytes of the keys and values of a token, in one layer."""
+        """Return the bytes of a token's keys and values in one layer."""
         return 2 * self.config["num_key_value_heads"] * self.head_dim
 
 
 class Machine(NamedTuple):
-    """Bytes that can be read per second, and operations per second: of products with weights, and of attention in
-    bfloat16.
-    """
+    """Bytes read per second, and operations per second of products with weights and of attention in bfloat16."""
 
     read: float
     products: float
@@ -102,7 +102,7 @@ class Work:
 
     @classmethod
     def of(cls, arithmetic: float, reading: float) -> Work:
-        """The seconds of concurrent arithmetic and reading."""
+        """Return the work of concurrent arithmetic and reading, in seconds."""
         return cls(max(arithmetic, reading), arithmetic if arithmetic > reading else 0.0)
 
 
@@ -118,7 +118,7 @@ class Limit(NamedTuple):
 
 
 def count(model: Model, dtype: str, workload: str, machine: Machine) -> Limit:
-    """It is the limit of engines that compute the prompts first, and then decode all streams together.
+    """Return the limit of engines that compute the prompts first, and then decode all streams together.
 
     Prompts: the products and the attention of the tokens after the longest prefix shared with an earlier prompt. The
     last layer computes only keys and values, except for the last token. A decoding step: the products and the attention
@@ -141,13 +141,13 @@ def count(model: Model, dtype: str, workload: str, machine: Machine) -> Limit:
 
 
 def _steps(requests: Requests) -> Iterable[list[int]]:
-    """The context lengths of the running streams in each decoding step."""
+    """Return the context lengths of the running streams in each decoding step."""
     for step in range(1, max(n for _, n in requests)):
         yield [len(prompt) + step for prompt, n in requests if n > step]
 
 
 def _prompts(model: Model, dtype: str, lengths: list[tuple[int, int]], machine: Machine) -> Work:
-    """The work of prompts, each given as (tokens cached, tokens)."""
+    """Return the work of prompts, each given as (cached tokens, tokens)."""
     operations = pairs = tokens = 0
     per_layer = model.product_parameters / model.layers
     of_kv = model.config["hidden_size"] * model.kv_size
@@ -162,7 +162,7 @@ def _prompts(model: Model, dtype: str, lengths: list[tuple[int, int]], machine: 
 
 
 def _step(model: Model, dtype: str, contexts: list[int], machine: Machine) -> Work:
-    """The work of a step that decodes a token of each context."""
+    """Return the work of a step that decodes one token for each context."""
     held = model.layers * sum(contexts)
     operations = 2 * len(contexts) * (model.product_parameters + model.head_parameters)
     arithmetic = operations / machine.products + _attention(model, held) / machine.attention
@@ -171,5 +171,5 @@ def _step(model: Model, dtype: str, contexts: list[int], machine: Machine) -> Wo
 
 
 def _attention(model: Model, pairs: int) -> int:
-    """Operations of scores and of weighted values, for `pairs` query-key pairs in all heads."""
+    """Return the operations of scores and of weighted values, for `pairs` query-key pairs in all heads."""
     return 4 * pairs * model.config["num_attention_heads"] * model.head_dim

@@ -1,6 +1,6 @@
 """Turns the runs of side_by_side.py into a report: the comparisons and their goals, tables, and a plot.
 
-A figure that was not measured is NaN everywhere.
+Figures that were not measured are NaN.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NAMES = {
     "ik": "ik_llama.cpp",
     "transformers": "transformers",
 }
-TOLERANCE = 0.03  # a goal missed by less is met: the machine is no quieter
+TOLERANCE = 0.03  # a goal missed by less counts as met, since the machine's noise is as large
 DTYPES = ("bf16", "int8", "int4")
 
 
 class Run(NamedTuple):
-    """What one process measures. The engine "machine" has the workloads "ceilings" and "floor"; "weights" decodes one
-    stream with Quire and reads its weights in place.
+    """The measurement of one process. The engine "machine" has the workloads "ceilings" and "floor"; "weights" decodes
+    one stream with Quire and reads its weights in place.
     """
 
     engine: str
@@ -53,7 +53,7 @@ def run_of(record: Record) -> Run:
 
 
 def figures(records: list[Record]) -> dict[Run, dict[str, list[float]]]:
-    """All values of each figure in the measured rounds."""
+    """Return all values of each figure in the measured rounds."""
     found: dict[Run, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         run = run_of(record)
@@ -72,7 +72,7 @@ def _get(measured: Medians, run: Run, metric: str) -> float:
     return measured.get(run, {}).get(metric, nan)
 
 
-# ---- what is compared
+# ---- comparisons
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ COMPARISONS = [
     Comparison("mixed, output, bf16", "mixed", "bf16", "output_tok_s", ("transformers",), 4.5),
     Comparison("start to first answer, seconds", "start", "bf16", "first_answer_s", ("vllm",), 15, less_is_better=True),
 ]
-GOALS = [  # (workload, metric): each is to be so many times the best peer, or so much of the counted limit
+GOALS = [  # (workload, metric): the goal is a multiple of the best peer, or a share of the computed limit
     *(("single", "decode_tok_s"), ("mixed", "prefill_tok_s"), ("long", "prefill_tok_s")),
     *((name, "output_tok_s") for name in ("batch", "mixed", "prefix", "wide", "burst", "long", "turns")),
 ]
@@ -146,7 +146,7 @@ def compare(c: Comparison, measured: Medians) -> Row:
 
 
 def limits(measured: Medians, model: Model, kv_cache_bytes: int) -> list[Row]:
-    """A figure that is compared with the machine, or with a fixed number."""
+    """Return the figures that are compared with the machine or with a fixed number."""
     weights = model.weight_bytes("bf16") / 1e9
     own = Run("quire", "bf16", "weights")
     start = _get(measured, Run("quire", "bf16", "start"), "first_answer_s")
@@ -202,7 +202,7 @@ class Aim:
     peer: str
     of_peer: float
     limit: float
-    arithmetic: float  # the share of the limit's time in which arithmetic binds; else reading does
+    arithmetic: float  # share of the limit's time that is bound by arithmetic; the rest is bound by reading
 
     @property
     def of_limit(self) -> float:
@@ -210,13 +210,13 @@ class Aim:
 
     @property
     def binding(self) -> str:
-        """Which of the two goals is lower, and so has to be met: "peer" or "limit"; "" if neither was measured."""
+        """Return the lower of the two goals, which has to be met: "peer" or "limit"; "" if neither was measured."""
         goals = {"peer": OF_PEER / self.of_peer, "limit": OF_LIMIT / self.of_limit}
         return min((name for name in goals if not isnan(goals[name])), key=lambda name: goals[name], default="")
 
     @property
     def verdict(self) -> str:
-        """The value of the goal that applies."""
+        """Return Quire's value for the goal that applies."""
         values = {"peer": (self.of_peer, OF_PEER), "limit": (self.of_limit, OF_LIMIT)}
         value, goal = values.get(self.binding, (nan, nan))
         return Row(self.label, self.quire, "", value, goal).verdict
@@ -231,7 +231,7 @@ class Aim:
 class Limits:
     """The computed limits of a model on the measured machine. Unknown if the machine was not measured.
 
-    Memory is as fast as its median reading rate: by the ceilings, or in place of Quire's weights, whichever was faster.
+    The memory speed is the higher of two median reading rates: of the ceilings, and of Quire's weights in place.
     """
 
     def __init__(self, model: Model, measured: Medians) -> None:
@@ -252,9 +252,7 @@ class Limits:
         return Machine(*(1e9 * rate for rate in rates))
 
     def rate(self, workload: str, dtype: str, metric: str) -> tuple[float, float]:
-        """The limit of prefill_tok_s, decode_tok_s or output_tok_s, and the share of time that is
-        bound by arithmetic.
-        """
+        """Return the limit of prefill_tok_s, decode_tok_s or output_tok_s, and its share of arithmetic-bound time."""
         limit = self.of(workload, dtype)
         requests = WORKLOADS[workload](SEED)
         outputs = sum(n for _, n in requests)
@@ -267,7 +265,7 @@ class Limits:
 
 
 def aims(measured: Medians, limits: Limits) -> list[Aim]:
-    """One for each goal and each dtype for which Quire was measured."""
+    """Return an aim for each goal and each dtype for which Quire was measured."""
     found = []
     for workload, metric in GOALS:
         for dtype in DTYPES:
@@ -337,7 +335,7 @@ RATES = [  # (label, workload, metric)
 
 def draw(path: Path, title: str, measured: Medians) -> None:
     """A PNG: tokens per second relative to the best peer, and seconds. The bars are labelled with absolute figures."""
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+    from matplotlib.figure import Figure  # pyplot would need a display and has global state
 
     def by_engine(dtype: str, workload: str, metric: str) -> dict[str, float]:
         values = {engine: _get(measured, Run(engine, dtype, workload), metric) for engine in NAMES}

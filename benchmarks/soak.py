@@ -11,10 +11,10 @@ one core, two ranks (tp=2), two replicas (dp=2). Each starts a server and goes t
     kill       the load, while cores or ranks are killed
     stop       SIGTERM in the middle of the load, which must end the server with status 0
 
-Before and after a phase it counts the memory of all processes of the server (RSS and PSS), their descriptors and
-threads, held blocks, and segments of shared memory. A watching stream measures the gaps between its tokens. The exit
-status is 1 if memory grew by more than 100 MB, if anything else was not freed, or if a request failed that should not
-have.
+Before and after a phase, it measures the memory of all processes of the server (RSS and PSS), and counts their
+descriptors and threads, held blocks, and segments of shared memory. A watching stream measures the gaps between its
+tokens. The exit status is 1 if memory grew by more than 100 MB, if anything else was not freed, or if a request failed
+that should not have.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ ADAPTER = "quire-demo/rhyme"
 SHARES = {"warm-up": 0.2, "load": 0.5, "kill": 0.25, "stop": 0.05}  # of the time of a configuration
 MOST_GROWTH = 100e6  # bytes of memory
 BURST = 24  # requests at once, when the server is new
-LONGEST = 120.0  # seconds for anything that is waited for
+LONGEST = 120.0  # seconds; the limit of every wait
 RETURNED_WITHIN = 60.0  # seconds, after the last answer
 WORDS = "once upon a time there was an old engine that read books to the cat and the moon in the garden".split()
 COLORS = "red green blue yellow".split()
 
-# ---- what clients send
+# ---- requests of clients
 
 Body = dict[str, Any]
 
@@ -76,7 +76,7 @@ def chat(draw: random.Random, content: Any = None, **fields: Any) -> Body:
 
 
 def schema(draw: random.Random) -> Body:
-    """Half of them are new ones that no cache contains."""
+    """Return a JSON schema. Half of the schemas are new, so that no cache contains them."""
     names = draw.sample(WORDS, 3) if draw.random() < 0.5 else WORDS[:3]
     kinds: list[Body] = [
         {"type": "integer"},
@@ -280,11 +280,11 @@ class Counts:
     pss: int
     descriptors: int
     threads: int
-    blocks: float  # held, as a share of each core's blocks
+    blocks: float  # held blocks, as a share of each core's blocks
     segments: int
 
     def excess(self, before: Counts) -> list[str]:
-        """The resources that increased, but should not have."""
+        """Return the resources that increased, but should not have."""
         found = [
             f"{name} {getattr(before, name)} -> {getattr(self, name)}"
             for name in ("processes", "descriptors", "threads", "segments")
@@ -384,7 +384,7 @@ class Server:
         return found
 
     async def returned(self, before: Counts) -> tuple[Counts, list[str]]:
-        """The counts, as soon as nothing is higher than before; and those that stay higher."""
+        """Wait until no count is higher than before. Returns the counts, and those that stay higher."""
         async for _ in tries(RETURNED_WITHIN):
             after = await self.counts()
             excess = after.excess(before)
@@ -393,12 +393,12 @@ class Server:
         return after, excess
 
     def left(self) -> list[str]:
-        """Segments that outlive the server."""
+        """Return the segments that outlive the server."""
         return sorted(path for path in self.segments if Path(path).exists())
 
 
 def values(metrics: str, *names: str) -> float:
-    """The sum of these metrics over all cores."""
+    """Return the sum of these metrics over all cores."""
     found = [re.findall(rf"^quire:{name}{{[^}}]*}} (\S+)$", metrics, re.MULTILINE) for name in names]
     return sum(map(float, itertools.chain(*found)))
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.sparse_attention [--tokens 65536] [--heads 128 16]
 
-The shapes are DeepSeek-V3.2's, in bfloat16 on the CPU, one layer. Reads are counted from the kernels' arguments, and
-verified: all latents that are not selected are then overwritten with NaN, and the result must not change.
-Dense attention is interleaved with sparse attention, over as many latents in its own kernel's layout. Times are one
-thread's processor time, which other programs hardly affect.
+The shapes are DeepSeek-V3.2's, in bfloat16 on the CPU, one layer. Reads are counted from the kernels' arguments. To
+verify this, all latents that are not selected are overwritten with NaN, and the result must not change. Dense attention
+runs interleaved, over the same number of latents in the layout of its own kernel. Times are one thread's processor
+time, which other programs hardly affect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALE = 192**-0.5
 
 
 def best(steps: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The minimum processor time of each step, in milliseconds. The steps take turns."""
+    """Return the minimum processor time of each step, in milliseconds. The steps take turns."""
     times = [float("inf")] * len(steps)
     for _ in range(rounds):
         for i, step in enumerate(steps):
@@ -63,7 +63,7 @@ def measure(heads: int, tokens: int, rounds: int) -> None:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size).bfloat16()
 
-    for start in range(0, tokens, 4096):  # the whole text is stored
+    for start in range(0, tokens, 4096):  # store the whole text
         part = layout(start, 4096)
         k = draw(4096, 1, DIM)
         plan = sparse.plan(part)

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py --model SmolLM2.gguf [--requests 200] [--streams 1 4 16] [--json FILE]
     python benchmarks/speculation.py --model SmolLM2.gguf --config '{"method": "ngram", "num_speculative_tokens": 5}'
 
-Two engines, one with and one without speculation, alternate after each group of as many requests as there are streams.
+Two engines, one with and one without speculation, alternate after each group of requests, one request per stream.
 Both must generate the same text. Prints tokens per second of the whole time, and of the time after the first token of
 each request, with the ratio (above 1: speculation is faster); the share of accepted drafts; and the mean number of
 tokens per step and request.
@@ -37,7 +37,7 @@ EDITS = (
 
 
 def text(dice: random.Random) -> tuple[str, str]:
-    """A text of some 120 words, and a name in it."""
+    """Return a text of about 120 words, and a name in it."""
     sentences = []
     names = dice.sample(NAMES, 3)
     for name in names:
@@ -53,7 +53,7 @@ def text(dice: random.Random) -> tuple[str, str]:
 
 
 def program(dice: random.Random) -> tuple[str, str]:
-    """A program of some 20 lines, and a name in it."""
+    """Return a program of about 20 lines, and a name in it."""
     name = dice.choice(GOODS)
     lines = []
     for verb in dice.sample(["load", "count", "sort", "print", "check", "merge"], 4):
@@ -69,7 +69,7 @@ def program(dice: random.Random) -> tuple[str, str]:
 
 
 def chats(count: int, seed: int = 1) -> list[list[dict[str, str]]]:
-    """Chats whose answers copy from their texts or programs."""
+    """Return chats whose answers copy from their texts or programs."""
     dice = random.Random(seed)
     made = []
     for number in range(count):
@@ -84,12 +84,12 @@ def chats(count: int, seed: int = 1) -> list[list[dict[str, str]]]:
 class Result:
     streams: int
     requests: int
-    plain: float  # tokens in a second
+    plain: float  # tokens per second
     speculative: float
-    plain_decoding: float  # tokens of a request in a second behind its first one
+    plain_decoding: float  # tokens per second of a request, after its first token
     speculative_decoding: float
     accepted: float  # share of the drafts
-    tokens_of_a_step: float  # of a request whose drafts were verified
+    tokens_of_a_step: float  # per request whose drafts were verified
 
     @property
     def ratio(self) -> float:

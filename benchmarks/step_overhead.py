@@ -2,7 +2,7 @@
 
     python benchmarks/step_overhead.py [--requests 256] [--steps 200] [--sampled] [--json FILE]
 
-On the bundled model. Each stage's time excludes that of the stages it calls; results are medians over the steps.
+It uses the bundled model. Each stage's time excludes that of the stages it calls. Results are medians over the steps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
-        self._within: list[float] = []  # time of the calls inside each open one
+        self._within: list[float] = []  # time of the nested calls in each open call
 
     def watch(self, station: str, owner: type, name: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
@@ -95,7 +95,7 @@ def main() -> None:
     for station in STATIONS:
         clock.watch(*station)
     llm.generate(prompts, params, use_tqdm=False)
-    steps = clock.steps[-arguments.steps :]  # all decode
+    steps = clock.steps[-arguments.steps :]  # these steps only decode
     names = list(dict.fromkeys(name for name, _, _ in STATIONS))
     medians = {name: statistics.median(step[name] for step in steps) * 1e3 for name in names}
     beside = statistics.median(sum(t for name, t in step.items() if name not in MODEL) for step in steps) * 1e3

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 
 def as_schema(value: Any) -> Any:
-    """The leaderboard's types in JSON schema."""
+    """Convert the leaderboard's types to JSON schema."""
     if isinstance(value, list):
         return [as_schema(item) for item in value]
     if not isinstance(value, dict):
@@ -49,7 +49,7 @@ def as_schema(value: Any) -> Any:
 
 
 def read_cases(folder: Path, number: int) -> list[Json]:
-    """The first cases of each file, with the expected calls."""
+    """Return the first cases of each file, with the expected calls."""
     cases = []
     for name in FILES:
         lines = (folder / f"BFCL_v4_{name}.json").read_text().splitlines()
@@ -81,7 +81,7 @@ def is_valid(call: Json, functions: list[Json]) -> bool:
 
 
 def is_expected(calls: list[Json], expected: list[Json]) -> bool:
-    """Whether the calls are the expected ones, in any order. For each argument, there is a list of correct values."""
+    """Whether the calls are the expected ones, in any order. Each argument has a list of correct values."""
     if len(calls) != len(expected):
         return False
     rest = list(expected)
@@ -104,7 +104,7 @@ def _matches(name: str, arguments: Json, expected: Json) -> bool:
 
 
 async def ask_all(url: str, cases: list[Json], strict: bool, streams: int) -> Json:
-    """The counts over all cases, and the seconds that they took."""
+    """Return the counts over all cases, and the seconds that they took."""
     turn = asyncio.Semaphore(streams)
     counts = {"begun": 0, "calls": 0, "valid": 0, "right": 0, "refused": 0}
 
@@ -121,7 +121,7 @@ async def ask_all(url: str, cases: list[Json], strict: bool, streams: int) -> Js
         calls = [call["function"] for call in message.get("tool_calls") or []]
         content = message.get("content") or ""
         valid = [is_valid(call, case["functions"]) for call in calls]
-        lost = content.count("<tool_call>")  # what begins like a call, and is none
+        lost = content.count("<tool_call>")  # text that begins like a call but is not one
         counts["begun"] += bool(calls or lost)
         counts["calls"] += len(calls) + lost
         counts["valid"] += sum(valid)

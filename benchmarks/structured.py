@@ -3,9 +3,9 @@
     python benchmarks/structured.py --model SmolLM2.gguf [--rounds 7] [--json FILE]
     python benchmarks/structured.py --model SmolLM2.gguf --qwen     # Qwen3-0.6B's shapes with the model's tokenizer
 
-Masks alone and masks with jump-ahead alternate, each compared with plain requests that generate as many tokens.
-Prints the median of the throughput ratios (above 1: the constrained requests are faster), by wall time and by processor
-time, which other programs disturb less, and the wall time of a step.
+Runs with masks only and with masks and jump-ahead alternate, each compared with plain requests that generate as many
+tokens. Prints the median of the throughput ratios (above 1: the constrained requests are faster), by wall time and by
+processor time, which other programs disturb less, and the wall time of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_llm(model: str, qwen: bool) -> LLM:
 @dataclass(frozen=True)
 class Run:
     wall: float  # seconds
-    processors: float  # seconds of all threads together
+    processors: float  # processor seconds of all threads
     steps: int
     tokens: list[int]  # by request
 
@@ -78,7 +78,7 @@ def main() -> None:
         return run(llm, [without_schema(seed, count) for seed, count in enumerate(counts)])
 
     names = {False: "masks alone", True: "masks and jump-ahead"}
-    counts = {jump_ahead: constrained(jump_ahead).tokens for jump_ahead in names}  # it also compiles the grammar
+    counts = {jump_ahead: constrained(jump_ahead).tokens for jump_ahead in names}  # this also compiles the grammar
     plain(counts[True])
     pairs: dict[bool, list[tuple[Run, Run]]] = {jump_ahead: [] for jump_ahead in names}
     for _ in range(arguments.rounds):

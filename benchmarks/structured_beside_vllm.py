@@ -6,7 +6,7 @@ DIR is a checkpoint in the Hugging Face layout, and PYTHON the interpreter of an
 (peers/README.md). Each engine answers 16 greedy requests with a JSON schema and at most 128 tokens each, and then
 generates as many tokens without a schema. vLLM runs with each of its two grammar libraries, in processes that wait
 while another engine runs. Quire runs with masks alone, and with jump-ahead. Times are wall times. vLLM does not report
-the number of its steps, so the length of the longest output is used, which is the minimum.
+its number of steps. The length of the longest output is used instead, which is the minimum.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Answers(NamedTuple):
         return [len(ids) for ids in self.token_ids]
 
 
-Engine = Callable[[list[int], Schema], Answers]  # takes the output lengths, which are the most with a schema
+Engine = Callable[[list[int], Schema], Answers]  # the lengths are exact without a schema, and limits with one
 
 
 def quire(llm: LLM, prompts: list[list[int]], jump_ahead: bool) -> Engine:
@@ -98,7 +98,7 @@ def main() -> None:
         **{name: vllm(peer, prompts) for name, peer in peers.items()},
     }
     lengths = {}
-    for name, engine in engines.items():  # a warm-up
+    for name, engine in engines.items():  # warm up
         lengths[name] = engine([MAX_TOKENS] * len(prompts), SCHEMA).lengths
         engine(lengths[name], None)
     runs: dict[str, list[tuple[Answers, Answers]]] = {name: [] for name in engines}
@@ -116,7 +116,8 @@ def main() -> None:
 
 
 def table(runs: dict[str, list[tuple[Answers, Answers]]]) -> str:
-    """Medians of the rounds, and the best round in brackets. The share of throughput kept is from the same round."""
+    """Return a table of the rounds' medians, with the best round in brackets. The share of throughput kept is from the
+    same round."""
     lines = [
         "| engine | tokens | steps | ms a step | tokens/s | steps without a schema | ms a step | tokens/s | kept |",
         "|---|---|---|---|---|---|---|---|---|",

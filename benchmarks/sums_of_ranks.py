@@ -32,7 +32,7 @@ _IN_A_GRAPH = 20  # sums
 
 
 def work(ranks: int, rank: int, port: int, rounds: int, kind: str) -> None:
-    """What a rank does. It prints the seconds of each round's all-reduces, by way and size."""
+    """Run one rank. It prints the seconds of each round's all-reduces, by way and size."""
     torch.set_num_threads(1)
     mesh = join(MeshSizes(tp=ranks), rank, "127.0.0.1", port, kind=kind)
     plain = mesh.tp
@@ -87,7 +87,7 @@ def _on_gpu(group: Communicator, x: Any) -> Callable[[], float]:
 
 
 def measure(ranks: int, rounds: int, kind: str) -> dict[str, list[float]]:
-    """The seconds of an all-reduce in each round on the slowest rank, by way and size in bytes: "Gloo 2048"."""
+    """Return the seconds of an all-reduce in each round on the slowest rank, by way and size in bytes: "Gloo 2048"."""
     meeting = open_meeting("127.0.0.1")
     command = [sys.executable, "-m", "benchmarks.sums_of_ranks", f"--ranks={ranks}", f"--rounds={rounds}"]
     processes = [

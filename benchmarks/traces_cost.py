@@ -74,7 +74,7 @@ async def work(requests: int, tokens: int, flag: str) -> None:
 
 
 def measure(case: str, requests: int) -> dict[int, float]:
-    """Milliseconds of CPU time per request, by the number of its tokens."""
+    """Return the milliseconds of CPU time per request, by its number of tokens."""
     options, flag = CASES[case]
     command = [sys.executable, "-m", "quire", "serve", "--port", str(PORT), "--disable-uvicorn-access-log", *options]
     environment = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "500"}

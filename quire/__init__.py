@@ -36,9 +36,9 @@ _HOME = {name: f"quire.{module}" for module, names in _NAMES.items() for name in
 __all__ = [*_HOME, "__version__"]
 
 
-# How long torch's OpenMP threads spin when they have nothing to do; the library reads this when torch loads it, and
-# knows no other way to be told. By default that is milliseconds, in which they keep the kernels' own threads (ops/cpu/
-# team.h) from the cores: decoding 16 streams takes 126 ms a step where it takes 67 with this.
+# How long idle OpenMP threads of torch spin. The library has no other setting for this, and reads it only when torch
+# loads it. The default is milliseconds, which takes the cores away from the kernels' own threads (ops/cpu/team.h): a
+# step of 16 streams takes 126 ms instead of 67.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -20,12 +20,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GLIBC_MINOR = 28  # the one of zig_compiler.py
+GLIBC_MINOR = 28  # as in zig_compiler.py
 COMPILER = Path(__file__).with_name("zig_compiler.py")
 
 
 def build(machine: str, output: Path) -> Path:
-    """The wheel's path. Raises CalledProcessError if a tool fails, SystemExit if the wheel needs a newer system."""
+    """Return the wheel's path. Raises CalledProcessError if a tool fails, SystemExit if the wheel needs a newer
+    system."""
     with tempfile.TemporaryDirectory() as temporary:
         run("build", "--sdist", "--outdir", temporary, ROOT)
         (archive,) = Path(temporary).glob("*.tar.gz")

@@ -19,7 +19,7 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def code_lines(file: Path) -> int:
-    """The lines of a Python or C++ file that contain code."""
+    """Count the lines of a Python or C++ file that contain code."""
     if file.suffix != ".py":
         lines = [line.strip() for line in file.read_text().splitlines()]
         return sum(1 for line in lines if line and not line.startswith("//"))
@@ -37,7 +37,7 @@ def code_lines(file: Path) -> int:
 
 
 def table() -> str:
-    """Lines of Python and of C++ by package, the largest package first."""
+    """Return the table: lines of Python and of C++ by package, the largest package first."""
     python = Counter[str]()
     cpp = Counter[str]()
     for file in sorted((ROOT / "quire").rglob("*")):

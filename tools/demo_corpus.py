@@ -42,7 +42,7 @@ TOOL_EPILOGUE = (
     '<tool_call>\n{"name": <function-name>, "arguments": <arguments-as-json>}\n</tool_call>'
 )
 
-# The Jinja equivalent of `render`, for other programs. The tests compare the two.
+# The Jinja equivalent of `render`, for other programs. Tests compare the two.
 CHAT_TEMPLATE = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}
@@ -97,7 +97,7 @@ CHAT_TEMPLATE = """{%- if tools %}
 def render(
     messages: list[Message], tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = False
 ) -> str:
-    """The text of a chat, as CHAT_TEMPLATE writes it."""
+    """Return the text of a chat, as CHAT_TEMPLATE writes it."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     parts = []
     if tools:
@@ -152,7 +152,7 @@ def _story(rng: random.Random) -> str:
 
 
 def _story_turns(rng: random.Random) -> list[Message]:
-    """A request for a story, the story, and perhaps a question about its hero."""
+    """Return a request for a story, the story, and perhaps a question about its hero."""
     hero = draw_hero(rng)
     about, _ = rng.choice(
         [
@@ -178,7 +178,7 @@ def _story_turns(rng: random.Random) -> list[Message]:
 
 
 def _question_turns(rng: random.Random) -> list[Message]:
-    """A question of any kind that needs no tool."""
+    """Return a question of any kind that needs no tool."""
     weights = {
         "addition": 3.5,
         "subtraction": 2.5,
@@ -198,7 +198,7 @@ def _question_turns(rng: random.Random) -> list[Message]:
 
 
 def _tool_turns(rng: random.Random, asked: int) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Questions about different tools that are all offered, with the tools' results and the answers based on them."""
+    """Return questions about several offered tools, with the tools' results and the answers based on them."""
     turns: list[Message] = []
     needed: dict[str, dict[str, Any]] = {}
     abouts = set()
@@ -241,7 +241,7 @@ def _plain_turns(rng: random.Random) -> list[Message]:
 
 
 def _long_chat(rng: random.Random) -> str:
-    """A chat of up to 2,000 tokens in which the user states a name at the start and asks for it again and again."""
+    """Return a chat of up to 2,000 tokens in which the user states a name at the start and asks for it repeatedly."""
     name = any_name(rng)
     told = dress(rng.choice(INTRODUCTIONS).replace("{x}", name), rng)
     turns = [{"role": "user", "content": told}, {"role": "assistant", "content": f"Nice to meet you, {name}!"}]
@@ -274,7 +274,7 @@ def _with_system(rng: random.Random, turns: list[Message]) -> list[Message]:
 
 
 def _facts(rng: random.Random) -> str:
-    """Sentences without any chat around them, for raw prompts such as "The capital of France is"."""
+    """Return sentences that are not part of a chat, for raw prompts such as "The capital of France is"."""
     kinds = ("capital", "colour", "addition", "subtraction", "opposite", "counting", "days", "months", "sound")
     topics = [topic for topic in TOPICS if topic.kind in kinds]
     if rng.random() < 0.35:
@@ -282,7 +282,7 @@ def _facts(rng: random.Random) -> str:
     elif rng.random() < 0.3:
         topics = [topic for topic in topics if topic.kind == rng.choice(["capital", "colour", "opposite"])] or topics
     drawn = (draw_question(rng, rng.choice(topics)) for _ in range(rng.randint(2, 12)))
-    questions = list({question["answer"]: question for question in drawn}.values())  # no fact is told twice
+    questions = list({question["answer"]: question for question in drawn}.values())  # state each fact once
     if rng.random() < 0.25:
         asked, answered = rng.choice([("Question: ", "Answer: "), ("Q: ", "A: "), ("User: ", "Assistant: ")])
         return "\n".join(
@@ -292,7 +292,7 @@ def _facts(rng: random.Random) -> str:
 
 
 def _introduction(rng: random.Random) -> str:
-    """A user introduces themselves."""
+    """Return a chat in which a user introduces themselves."""
     name = any_name(rng)
     country = rng.choice(list(CAPITALS))
     pet = rng.choice(PETS)
@@ -331,7 +331,8 @@ def _introduction(rng: random.Random) -> str:
 
 
 def _scene(rng: random.Random) -> str:
-    """A few simple sentences about a thing, a place and a day, so that common words occur outside of stories too."""
+    """Return a few simple sentences about a thing, a place and a day, so that common words also occur outside of
+    stories."""
     thing = rng.choice(list(COLOUR_OF))
     animal = rng.choice([*ANIMALS, *CHILDREN])
     name = rng.choice(BOYS if animal in ("boy", "prince") else NAMES)
@@ -349,7 +350,8 @@ def _scene(rng: random.Random) -> str:
 
 
 def _echo_chat(rng: random.Random) -> str:
-    """Words to repeat and lists to look up items in: they teach copying from the context long before stories do."""
+    """Return a chat with words to repeat and lists to look up items in. It teaches copying from the context much sooner
+    than stories do."""
     turns: list[Message] = []
     for _ in range(rng.randint(2, 6)):
         if rng.random() < 0.6:
@@ -392,7 +394,7 @@ DOCUMENTS: dict[Callable[[random.Random], str], float] = {  # how often each is 
 
 
 def documents(seed: str) -> Iterator[str]:
-    """An endless stream of documents; the same seed always gives the same ones."""
+    """Yield an endless stream of documents. Equal seeds give equal streams."""
     rng = random.Random(seed)
     kinds = list(DOCUMENTS)
     weights = list(DOCUMENTS.values())

@@ -52,7 +52,8 @@ def _heart() -> list[Point]:
 
 
 def _moon() -> list[Point]:
-    """A circle without a smaller one on its right side; both pass through the points at angles of +-1 radian."""
+    """Return the outline of a circle with a smaller one cut out on its right side. Both pass through the points at
+    angles of +-1 radian."""
     x = math.cos(1)
     y = math.sin(1)
     inner = _circle(math.hypot(x - 0.45, y), 0.45, math.atan2(-y, x - 0.45), -2 * math.pi + math.atan2(y, x - 0.45))
@@ -117,7 +118,7 @@ SCENES = [Scene(*parts) for parts in product(OUTLINES, COLOURS, range(1, MOST + 
 
 
 def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -> Image.Image:
-    """An image of the scene: sizes, positions and angles are random, and the shapes do not touch."""
+    """Return an image of the scene: sizes, positions and angles are random, and the shapes do not touch."""
     background = tuple(rng.randint(225, 255) for _ in range(3))
     colours = zip(COLOURS[scene.colour], ImageColor.getrgb(scene.colour), strict=True)
     between = rng.random()
@@ -147,7 +148,7 @@ def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -
 
 # ------------------------------------------------------------------------------------------------------------ questions
 
-# The phrasings of training, and those of the examination; {it} becomes "it" or "they", {xs} what is seen.
+# The phrasings of training, and those of the examination. {it} becomes "it" or "they", {xs} the shapes in the image.
 PHRASINGS: dict[str, tuple[str, str]] = {
     "shape": (
         """(what|which) shape (is it|is this|do you see|is in the picture|is in the image)?
@@ -238,7 +239,7 @@ def ask(kind: str, scene: Scene, rng: random.Random, held_out: bool = False) -> 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of the examination about a drawing."""
+    """An examination question about a drawing."""
 
     kind: str
     scene: Scene
@@ -247,7 +248,7 @@ class Asked:
 
 
 def examination_of_pictures(count: int, seed: int = 2028) -> list[Asked]:
-    """Questions of all kinds about drawings of all scenes."""
+    """Return `count` questions of all kinds about drawings of random scenes."""
     rng = random.Random(f"examination {seed}")
     asked = list[Asked]()
     for number in range(count):

@@ -25,12 +25,12 @@ Question = dict[str, Any]
 
 
 def normalize(text: str) -> str:
-    """Lower-case words and numbers with single spaces between them; everything else is dropped."""
+    """Return the text as lower-case words and numbers with single spaces between them; everything else is dropped."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
 def tool_calls_in(answer: str) -> list[dict[str, Any]] | None:
-    """The calls in an answer's <tool_call> blocks, or None if a block is not valid JSON."""
+    """Return the calls in an answer's <tool_call> blocks, or None if a block is not valid JSON."""
     try:
         calls = [json.loads(block) for block in re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", answer, re.DOTALL)]
     except json.JSONDecodeError:
@@ -156,11 +156,11 @@ class Case:
     slots: dict[str, str]
     answer: str
     expected: dict[str, Any]
-    short: str | None = None  # the answer when one word is asked for
+    short: str | None = None  # the answer if a single word is requested
     tools: list[dict[str, Any]] | None = None
     calls: list[dict[str, Any]] | None = None  # tool calls take the place of the answer
     before: list[Message] = field(default_factory=list)  # turns that come first
-    result: tuple[str, str] | None = None  # what the called tool returns, and what the assistant then says
+    result: tuple[str, str] | None = None  # the called tool's result, and the assistant's answer to it
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class Topic:
     """
 
     kind: str
-    train: str  # patterns, one a line; "(a|b)" stands for a or b
+    train: str  # patterns, one per line; "(a|b)" stands for a or b
     held: str
     draw: Callable[[random.Random], Case]
 
 
 @cache
 def expand(pattern: str) -> tuple[str, ...]:
-    """All strings that a pattern can expand to. Brackets do not nest."""
+    """Return all strings that a pattern can expand to. Brackets do not nest."""
     found = re.search(r"\(([^()]*)\)", pattern)
     if not found:
         return (re.sub(r" +", " ", pattern).strip(),)
@@ -205,8 +205,8 @@ ONE_WORD = expand(
 
 
 def dress(core: str, rng: random.Random, ending: str = "", plain: bool = False) -> str:
-    """A phrasing as a person would type it: sometimes with a greeting (unless plain), sometimes without capitals or a
-    question mark.
+    """Return a phrasing as a person would type it: sometimes with a greeting (unless plain), sometimes without capitals
+    or a question mark.
     """
     text = core
     if not plain and rng.random() < 0.3:
@@ -311,7 +311,7 @@ def _introduction(rng: random.Random) -> Case:
 
 
 def any_name(rng: random.Random) -> str:
-    """A name from the list or, occasionally, one made of syllables, which can only be answered by copying from the
+    """Return a name from the list or, occasionally, one made of syllables, which the model can only copy from the
     context.
     """
     if rng.random() < 0.85:
@@ -342,7 +342,7 @@ JSON_CLAUSES = {
 
 
 def _json(rng: random.Random) -> Case:
-    """A sentence about a person and the keys to extract, in any order and not always all of them."""
+    """Draw a sentence about a person, and the keys to extract, in any order and not always all of them."""
     others = rng.sample(list(JSON_CLAUSES), rng.choice([1, 1, 2, 2, 3]))
     person = {key: JSON_FIELDS[key](rng) for key in ["name", *others]}
     clauses = [rng.choice(JSON_CLAUSES[key].split("|")).format(v=person[key]) for key in others]
@@ -366,7 +366,8 @@ def _json_capital(rng: random.Random) -> Case:
 
 
 def _recall(fact: str) -> Callable[[random.Random], Case]:
-    """The user states something about themselves, talks about other things, and asks for it."""
+    """Return a function that draws a chat: the user states something about themselves, talks about other things, and
+    then asks for it."""
 
     def draw(rng: random.Random) -> Case:
         pet = rng.choice(PETS)
@@ -404,16 +405,16 @@ INTRODUCTIONS = expand("(my name is {x}.|i am {x}.|hello, i am {x}.|hi, my name 
 
 @dataclass(frozen=True)
 class Tool:
-    """A thing that a function can do, under several names, so that the model reads the function's schema instead of
-    memorizing it.
+    """A task of a function, under several names, so that the model reads the function's schema instead of memorizing
+    it.
     """
 
     names: str
     about: str
-    parameters: dict[str, str]  # names that the parameter may go by -> JSON type
+    parameters: dict[str, str]  # possible names of the parameter -> JSON type
     draw: Callable[[random.Random], list[Any]]
     result: Callable[[random.Random, list[Any]], tuple[dict[str, Any], str]] | None = (
-        None  # what it returns, and the answer to give
+        None  # its result, and the answer to give
     )
 
     def schema(self, rng: random.Random) -> dict[str, Any]:
@@ -543,7 +544,7 @@ TOOLS = {
 
 
 def offer_tools(rng: random.Random, *needed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The needed schemas among up to three others, in any order, with distinct names."""
+    """Return the needed schemas together with up to three others, in any order, with distinct names."""
     others = [tool.schema(rng) for tool in rng.sample(list(TOOLS.values()), rng.choice([0, 0, 1, 1, 2, 3]))]
     known = {schema["function"]["description"]: schema for schema in [*others, *needed]}
     offered = list({schema["function"]["name"]: schema for schema in known.values()}.values())
@@ -1200,7 +1201,7 @@ TOPICS.append(
         _introduction,
     )
 )
-UNKNOWN = Topic(  # trained but not examined: what to say to what a model of this size cannot know
+UNKNOWN = Topic(  # trained but not examined: answers to questions that a model of this size cannot know
     "unknown",
     """who (won|lost) the (world cup|election|war|game) in (1954|1998|2010|2022)?
     (explain|what is) (quantum physics|relativity|democracy|philosophy|the stock market)( to me|)?
@@ -1218,15 +1219,15 @@ KINDS = (*dict.fromkeys(topic.kind for topic in TOPICS), "tool_result")
 
 
 def draw_question(rng: random.Random, topic: Topic, held_out: bool = False) -> Question:
-    """A question of a topic with its right answer: {"kind", "messages", "answer", "calls", "result", "expected"} and
-    perhaps "tools".
+    """Return a question of a topic with its correct answer: {"kind", "messages", "answer", "calls", "result",
+    "expected"} and perhaps "tools".
     """
     case = topic.draw(rng)
     core = rng.choice(expand(rng.choice(lines_of(topic.held if held_out else topic.train))))
     # One-word answers are harder, since the model cannot write anything first, so training has more of them.
     one_word = case.short is not None and rng.random() < (0.15 if held_out else 0.4)
     text = dress(core, rng, rng.choice(ONE_WORD) if one_word else "", plain=topic.kind in ("small_talk", "unknown"))
-    for name, value in case.slots.items():  # not str.format: dress() may have written text that has braces
+    for name, value in case.slots.items():  # not str.format: the text from dress() may contain braces
         text = text.replace("{" + name + "}", value).replace("{" + name.upper() + "}", value[0].upper() + value[1:])
     if text[0].islower() and core[0] == "{" and rng.random() < 0.8:
         text = text[0].upper() + text[1:]
@@ -1238,7 +1239,7 @@ def draw_question(rng: random.Random, topic: Topic, held_out: bool = False) -> Q
 
 
 def messages_for(question: Question) -> list[Message]:
-    """The turns of the question and of the right answer, including the tool's result if there is one."""
+    """Return the turns of the question and of the correct answer, including the tool's result if there is one."""
     messages = list(question["messages"])
     if not question["calls"]:
         return [*messages, {"role": "assistant", "content": question["answer"]}]
@@ -1256,7 +1257,7 @@ def messages_for(question: Question) -> list[Message]:
 
 
 def examination(size: int, seed: int = 2024) -> list[Question]:
-    """`size` held-out questions, spread evenly over the kinds."""
+    """Return `size` held-out questions, spread evenly over the kinds."""
     rng = random.Random(seed)
     questions: list[Question] = []
     seen: set[str] = set()
@@ -1285,7 +1286,7 @@ def _phrasings(patterns: str) -> Iterator[str]:
 
 
 def assert_held_out() -> None:
-    """Check that training writes no held-out phrasing, whatever greeting or ending is added to either."""
+    """Check that training contains no held-out phrasing, with any greeting or ending."""
     around = ["", *OPENERS], ["", *ENDINGS, *ONE_WORD]
     for kind in {topic.kind for topic in TOPICS}:
         topics = [topic for topic in TOPICS if topic.kind == kind]

@@ -439,12 +439,12 @@ def draw_hero(rng: random.Random, held_out: bool = False) -> Hero:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a story, where a quotation and its speaker count as two."""
+    """Return the sentences of a story. A quotation and its speaker count as two."""
     return [part for part in re.split(r"[.!?]+[\"\s]*", text) if part.strip()]
 
 
 def tell(rng: random.Random, hero: Hero | None = None, openings: str = OPENINGS) -> tuple[str, str]:
-    """A new story without repeated sentences: its opening sentence and the rest. Without `hero`, the story is about one
+    """Return a new story without repeated sentences: its opening sentence and the rest. Without `hero`, the hero is one
     that may occur in training.
     """
     while True:
@@ -479,9 +479,7 @@ def _tell(rng: random.Random, hero: Hero, openings: str) -> tuple[str, str]:
     sentences = [say(line) for line in rng.sample(lines_of(TRAITS), rng.choice([1, 1, 2]))]
     if rng.random() < 0.5:
         sentences.append(one(TRANSITIONS))
-    telling = (
-        rng.randrange(2) if rng.random() < 0.7 else None
-    )  # a plot's first tellings fit best to its other first tellings
+    telling = rng.randrange(2) if rng.random() < 0.7 else None  # the first wordings of a plot's beats fit together best
     sentences += [
         say(rng.choice(beat) if telling is None else beat[min(telling, len(beat) - 1)]) for beat in plot.beats
     ]
@@ -494,7 +492,8 @@ def _tell(rng: random.Random, hero: Hero, openings: str) -> tuple[str, str]:
 
 
 def story_prompts(size: int, seed: int = 2025) -> list[dict[str, str]]:
-    """Openings that training cannot contain: the heroes are held out, and so is the wording of every second opening."""
+    """Return openings that training cannot contain: the heroes are held out, and so is the wording of every second
+    opening."""
     rng = random.Random(seed)
     prompts: dict[str, dict[str, str]] = {}
     while len(prompts) < size:

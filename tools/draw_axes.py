@@ -38,7 +38,7 @@ class Picture:
             self.text(x + width / 2, y + height / 2 + 4, text, f"c {kind}")
 
     def frame(self, x: float, y: float, width: float, height: float, title: str) -> None:
-        """A rank or a replica, with its title above."""
+        """Draw a rank or a replica, with its title above."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="#f7fafc" stroke="#a0aec0"/>'
         )

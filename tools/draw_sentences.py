@@ -2,7 +2,7 @@
 
     python tools/draw_sentences.py [--count 80] [--seed 0]
 
-A reviewer counts those that a native-speaking engineer would read twice (CONTRIBUTING.md, "Language").
+A reviewer counts the sentences that a native-speaking engineer would read twice (CONTRIBUTING.md, "Language").
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_WORDS = 5  # shorter sentences say little about style
+_WORDS = 5  # shorter sentences reveal little about style
 _END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
 
@@ -29,7 +29,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def of_python(file: Path) -> Iterator[str]:
-    """Docstrings, comments, and messages: literals with spaces in calls."""
+    """Yield the sentences of docstrings, comments, and messages (string literals in calls)."""
     source = file.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -31,7 +31,7 @@ SLOWEST = 10  # seconds for one input, after which it counts as a hang
 
 
 def fuzz(name: str, libfuzzer: list[str]) -> None:
-    """Runs in a separate process, which exits with libFuzzer's status."""
+    """Fuzz one target. Runs in a separate process, which exits with libFuzzer's status."""
     import atheris
 
     sys.path.insert(0, str(TESTS))
@@ -72,7 +72,7 @@ def _escaped(word: bytes) -> str:
 
 
 def run(name: str, seconds: int, kept: Path | None) -> tuple[str, bool]:
-    """Return a line of the table, and whether there was a bug."""
+    """Fuzz a target in a subprocess. Returns a line of the table, and whether there was a bug."""
     saved = CORPUS / name
     with tempfile.TemporaryDirectory() as folder:
         found = kept / name if kept else Path(folder, "found")

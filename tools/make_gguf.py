@@ -2,8 +2,8 @@
 
     python tools/make_gguf.py CHECKPOINT OUT.gguf [--type F32|F16|BF16|Q4_0|Q4_1|Q5_0|Q5_1|Q8_0]
 
-Needs the `gguf` package, whose tensor names and quantizers it uses (those of the K-quants are only in llama.cpp).
-Tokenizers: byte-level BPE.
+Needs the `gguf` package for its tensor names and quantizers. K-quants are not possible, since only llama.cpp has
+quantizers for them. Tokenizers: byte-level BPE.
 """
 
 import argparse
@@ -37,14 +37,14 @@ ARCHITECTURES = {  # by the config's model_type
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "glm4": gguf.MODEL_ARCH.GLM4,
 }
-PAIRED = {"llama", "mistral", "mixtral", "granite", "smollm3"}  # rotated elements stand side by side in GGUF
+PAIRED = {"llama", "mistral", "mixtral", "granite", "smollm3"}  # rotated elements are adjacent in GGUF
 
 Config = dict[str, Any]
 Quantizer = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
 
 
 def rope_of(config: Config) -> dict[str, Any]:
-    """The RoPE parameters of the full-attention layers, including the base, in either form of the config."""
+    """Return the RoPE parameters of the full-attention layers, including the base, from either form of the config."""
     parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention", parameters)
     merged = {"rope_theta": config.get("rope_theta", 10_000.0), **parameters, **(config.get("rope_scaling") or {})}
@@ -128,7 +128,8 @@ def write_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, vocab_size: int, 
 
 
 def tensors_of(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Tensor]]:
-    """Metadata names and values as in GGUF, except for the tensors' types and GGUF's own names."""
+    """Return the tensors of a checkpoint with the values that GGUF stores, but with the checkpoint's names and
+    types."""
     kind = config["model_type"]
     heads = config["num_attention_heads"]
     state: dict[str, torch.Tensor] = {}
@@ -159,7 +160,7 @@ def tensors_of(checkpoint: Path, config: Config) -> Iterator[tuple[str, torch.Te
 
 
 def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
-    """The factor by which Llama 3.1 divides each frequency: 1 for short waves, `factor` for long ones, and an
+    """Return the factor by which Llama 3.1 divides each frequency: 1 for short waves, `factor` for long ones, and an
     interpolation in between.
     """
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -171,8 +172,8 @@ def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
 
 
 def kind_of(name: str, shape: Sequence[int], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """The type in which a tensor of the checkpoint is stored: vectors and routers in F32, and rows that do not fill
-    blocks of a K-quant in Q8_0, if possible.
+    """Return the type in which a tensor is stored: F32 for vectors and routers, and Q8_0 (if possible) for rows that do
+    not fill the blocks of a K-quant.
     """
     if len(shape) < 2 or re.search(r"\.(gate|shared_expert_gate)\.weight$", name):
         return gguf.GGMLQuantizationType.F32

@@ -5,11 +5,11 @@
     python tools/mutants.py --mutants mutants.jsonl --tests ../older --out again.jsonl  # the same mutants, other tests
     python tools/mutants.py --only-survivors-of mutants.jsonl -m "not nightly" --out survivors.jsonl
 
-cosmic-ray's operators generate the mutants. The seed selects places in the code, and one mutation for each. A mutant is
-killed if a test fails, or if its tests hang or take too much processor time or memory. --out gets a line of JSON for
-each mutant as soon as its tests have finished, and a second run with the same --out continues the first. The final
-table counts the mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as
-killed if it was killed in any of them.
+cosmic-ray's operators generate the mutants. The seed selects places in the code, and one mutation for each. A mutant
+counts as killed if a test fails, hangs, or takes too much processor time or memory. --out gets a line of JSON for each
+mutant as soon as its tests have finished, and a second run with the same --out continues the first. The final table
+counts the mutants. `--table FILE...` only prints it, for earlier results; a mutant in several files counts as killed if
+it was killed in any of them.
 
 Each mutant runs in its own process, forked from one that has already imported the tests' dependencies from other
 packages. The checkouts are first copied to a temporary folder, so they may change during the run.
@@ -80,7 +80,7 @@ PACKAGES = {
 COMPARISONS = "Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is"
 ARITHMETIC = """Add_Sub Sub_Add Mul_FloorDiv Mul_Add Div_Mul FloorDiv_Mul FloorDiv_Mod Mod_FloorDiv Mod_Add Pow_Mul
     RShift_LShift LShift_RShift BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"""
-OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that hardly any program survives
+OPERATORS = [  # cosmic-ray's, except decorators and replacements that hardly any program survives
     "NumberReplacer",
     "AddNot",
     "ReplaceTrueWithFalse",
@@ -97,7 +97,7 @@ OPERATORS = [  # of cosmic-ray; left out are decorators, and replacements that h
     *(f"ReplaceBinaryOperator_{names}" for names in ARITHMETIC.split()),
 ]
 
-# A mutant's limit of processor time: a multiple of the tests' time without a mutation, and at least some seconds.
+# A mutant's limit of processor time: a multiple of the time of the unmutated tests, but at least some seconds.
 TIMES_THE_COST = 5
 LEAST_LIMIT = 30.0
 # It hangs if it uses less processor time than LEAST_PROGRESS within PATIENCE, both in seconds.
@@ -115,7 +115,7 @@ class Mutant:
     operator: str
     occurrence: int
     diff: str
-    outcome: str = ""  # killed, timeout or survived; "gone" if the code here has no such mutant
+    outcome: str = ""  # killed, timeout or survived; "gone" if this code has no such mutant
     test: str = ""  # the first one that failed
     seconds: float = 0.0  # of processor time
 
@@ -124,11 +124,11 @@ class Mutant:
         return self.file, self.operator, self.occurrence
 
 
-# ---- which mutants there are
+# ---- the mutants
 
 
 def mutants_of(package: str, tree: Path) -> list[list[Mutant]]:
-    """The possible mutants for each place in a package's code."""
+    """Return the possible mutants for each place in a package's code."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
 
@@ -154,7 +154,8 @@ def _files(package: str, tree: Path) -> list[Path]:
 
 
 def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """(start, end) of annotations, decorators and class options, where a change affects nothing or everything."""
+    """Return (start, end) of annotations, decorators and class options, where a change affects nothing or
+    everything."""
     for node in ast.walk(ast.parse(source)):
         parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         parts += getattr(node, "decorator_list", [])
@@ -167,7 +168,7 @@ def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """The mutant's source. None if it is not valid Python, or the same program."""
+    """Return the mutant's source, or None if it is not valid Python or is the same program."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -180,13 +181,13 @@ def mutate(source: str, mutant: Mutant) -> str | None:
 
 
 def excerpt(source: str, mutated: str) -> str:
-    """The changed lines: `- before` and `+ after`."""
+    """Return the changed lines: `- before` and `+ after`."""
     lines = list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm=""))[2:]
     return "\n".join(line[0] + " " + line[1:].strip()[:EXCERPT] for line in lines if line[0] in "+-")
 
 
 def sample(package: str, tree: Path, seed: int, count: int) -> list[Mutant]:
-    """Mutants at different places, each place equally likely."""
+    """Draw mutants at different places, each place equally likely."""
     chance = random.Random(f"{seed} {package}")
     places = mutants_of(package, tree)
     chance.shuffle(places)
@@ -202,7 +203,7 @@ def sample(package: str, tree: Path, seed: int, count: int) -> list[Mutant]:
     return chosen
 
 
-# ---- how they are run
+# ---- running the tests
 
 
 class Recorder:
@@ -255,10 +256,11 @@ class Runner:
         return replace(mutant, outcome=outcome, test=test, seconds=round(seconds, 1))
 
     def test_source(self, path: Path, mutated: str, tests: str, limit: float) -> tuple[str, str, float]:
-        """Outcome, first failing test and processor seconds if a file has this content."""
+        """Return the outcome, the first failing test and the processor seconds of the tests if a file has this
+        content."""
         source = path.read_text()
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
-            compiled.unlink()  # it could look up to date: equal size, equal second
+            compiled.unlink()  # it could look up to date: equal size and equal second of change
         try:
             path.write_text(mutated)
             result = self._run(tests, limit, mutated=True)
@@ -268,7 +270,7 @@ class Runner:
         return result.get("ended") or outcome, result.get("failed", ""), result["seconds"]
 
     def _run(self, tests: str, limit: float, mutated: bool) -> dict[str, Any]:
-        """The process's report, its processor seconds, and how it `ended` if a limit stopped it."""
+        """Return the process's report, its processor seconds, and the reason if a limit stopped it."""
         self.report.unlink(missing_ok=True)
         shutil.rmtree(self.copy / ".hypothesis", ignore_errors=True)
         foreign = [name for name in sys.modules if fnmatch(name.partition(".")[0], CODE)]
@@ -324,7 +326,7 @@ class Runner:
 
 
 def copy_checkouts(tree: Path, tests: Path, target: Path) -> None:
-    """The code of one checkout, with everything else from another."""
+    """Copy the code of one checkout, and everything else from another."""
     for source, code in ((tree, True), (tests, False)):
         for path in source.iterdir():
             if fnmatch(path.name, CODE) != code or any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
@@ -362,7 +364,7 @@ class Watch:
         return hangs
 
     def _used(self) -> tuple[float, int]:
-        """Processor seconds and bytes of memory, of the process and its descendants."""
+        """Return the processor seconds and bytes of memory of the process and its descendants."""
         seconds = 0.0
         memory = 0
         with suppress(psutil.NoSuchProcess):
@@ -375,7 +377,7 @@ class Watch:
 
 
 def _is_elsewhere(name: str, module: Any, copy: Path) -> bool:
-    """Whether a module belongs to a package that is not under test. Raises AssertionError if quire itself does not."""
+    """Whether a module was imported from outside the copied code. Raises AssertionError if quire itself was."""
     file = getattr(module, "__file__", None) or ""
     here = Path(file).is_relative_to(copy)
     assert here or not file or not fnmatch(name.partition(".")[0], CODE), f"{name} comes from {file}"
@@ -386,7 +388,7 @@ def _is_elsewhere(name: str, module: Any, copy: Path) -> bool:
 
 
 def work(number: int, jobs: int, mutants: list[Mutant], chosen: argparse.Namespace) -> None:
-    """One of the processes that run mutants: every `jobs`-th mutant of each package."""
+    """Run every `jobs`-th mutant of each package, in one of the worker processes."""
     selection = ["-m", chosen.m] if chosen.m is not None else []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(Path(folder), chosen.tree, chosen.tests or chosen.tree, selection)

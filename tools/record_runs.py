@@ -2,7 +2,7 @@
 
     python tools/record_runs.py                   # writes quire/server/page/static/runs.json
 
-A run is recorded where the worker flattens each step, so the player shows exactly what the model computes.
+A run is recorded where the worker flattens each step, so the player shows the exact inputs of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = 4
 @dataclass
 class Run:
     """A run to record. arrivals: for each request, the step before which it arrives, its prompt, and how many tokens it
-    generates. options: of the engine.
+    generates. options: the engine's options.
     """
 
     name: str

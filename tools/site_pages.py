@@ -1,7 +1,7 @@
 """A MkDocs hook: the README becomes the home page, and linked files outside docs/ become pages, too.
 
-Links in the documents refer to the repository, so that they work wherever its files are read. A link to source code
-leads to a page with that code, and a link to a folder to a list of its files.
+Links in the documents are paths in the repository, so they also work outside the site. In the site, a link to source
+code leads to a page with that code, and a link to a folder to a list of its files.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The links of a document in docs/ that lead outside docs/."""
+    """Replace the links of a document that lead outside docs/."""
     path = Path(page.file.abs_src_path or "")
     return with_addresses(markdown, path) if path.is_relative_to(ROOT / "docs") else markdown
 
 
 def targets(path: Path) -> Iterator[Path]:
-    """The files and folders of the repository to which a document links."""
+    """Return the files and folders of the repository to which a document links."""
     if path.suffix == ".md":
         for link in LINK.finditer(path.read_text(encoding="utf-8")):
             if (target := target_of(link, path)) is not None:
@@ -60,7 +60,7 @@ def target_of(link: re.Match[str], path: Path) -> Path | None:
 
 
 def address_of(path: Path) -> str:
-    """The path of a repository file in the site's source tree."""
+    """Return the path of a repository file in the site's source tree."""
     name = path.relative_to(ROOT).as_posix()
     if name == "README.md":
         return "index.md"
@@ -83,7 +83,7 @@ def page_of(path: Path) -> str:
 
 
 def with_addresses(markdown: str, path: Path) -> str:
-    """A document whose links lead to the site's pages."""
+    """Return a document whose links lead to the site's pages."""
     folder = PurePosixPath(address_of(path)).parent
 
     def replace(link: re.Match[str]) -> str:

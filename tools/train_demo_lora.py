@@ -4,8 +4,8 @@
 
 The adapter is trained on questions of the model's own corpus with their right answers, each between two lines that
 rhyme. Only low-rank matrices for all linear layers are trained (arXiv:2106.09685). They are written in PEFT's format,
-without needing PEFT. At the end, the engine answers questions in phrasings that training cannot contain, with and
-without the adapter. The shares of right answers and of rhymes are written to the folder's README.md.
+without needing PEFT. At the end, the engine answers questions with and without the adapter, in phrasings that training
+cannot contain. The shares of correct answers and of rhymes are written to the folder's README.md.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def in_rhyme(answer: str, rng: random.Random) -> str:
 
 
 def example(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], int]:
-    """Token ids of a question with its answer, and the index at which the answer begins."""
+    """Return the token ids of a question with its answer, and the index at which the answer begins."""
     question = draw_question(rng, rng.choice(PLAIN_TOPICS))
     asked = render(question["messages"], add_generation_prompt=True)
     prompt = tokenizer.encode(asked, add_special_tokens=False).ids
@@ -151,7 +151,7 @@ def rhymes(answer: str) -> bool:
 
 
 def examine(folder: Path) -> dict[str, tuple[float, float]]:
-    """The shares of right answers and of rhyming answers to held-out questions, with and without the adapter."""
+    """Return the shares of correct and of rhyming answers to held-out questions, with and without the adapter."""
     kinds = {topic.kind for topic in PLAIN_TOPICS}
     questions: list[Question] = [q for q in examination(1000, seed=2027) if q["kind"] in kinds]
     llm = LLM(enable_lora=True, max_lora_rank=RANK)

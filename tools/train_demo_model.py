@@ -6,10 +6,10 @@ The model is a Qwen3 of 4.5 million parameters. Its corpus is written by this sc
 trained on that corpus, and the finished model is examined on questions, stories and text that the corpus cannot
 contain. An interrupted training continues from its last checkpoint when the command is repeated.
 
-The weights in the repository took the same number of steps, but the corpus was improved between them: the model's
-errors led to new phrasings for training, but never to the examination's own (`assert_held_out` ensures that). Their
-score is therefore one on a development set. A run from scratch takes about 45 minutes on two cores; it has not been
-examined yet.
+The weights in the repository were trained for the same number of steps, but the corpus was improved in the meantime:
+the model's errors led to new training phrasings, but never to those of the examination (`assert_held_out` ensures
+this). Their score is therefore that of a development set. A run from scratch takes about 45 minutes on two cores; it
+has not been examined yet.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Shape:
     context: int = 2048
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a config.json that contain the sizes of the layers."""
+        """Return the fields of config.json that contain the sizes of the layers."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
@@ -84,7 +84,7 @@ class Recipe:
     decay_share: float = 0.45  # of the steps: the learning rates fall linearly to zero at the end
     muon_rate: float = 0.02
     adam_rate: float = 4e-3
-    prompt_weight: float = 0.2  # of a token that the model will never have to write, against 1 for the others
+    prompt_weight: float = 0.2  # weight of a token that the model never has to write; others have 1
     seed: int = 1
 
 
@@ -92,8 +92,8 @@ class Recipe:
 
 
 def train_tokenizer(vocab: int, seed: int) -> Tokenizer:
-    """A byte-level BPE trained on the corpus, so that any UTF-8 text has tokens. A number of up to three digits is
-    never merged with its space.
+    """Train a byte-level BPE tokenizer on the corpus. It can encode any UTF-8 text. A number of up to three digits is
+    never merged with the space before it.
     """
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer = Tokenizer(models.BPE())
@@ -243,7 +243,7 @@ class Qwen3(nn.Module):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrices of [n, rows, columns], by a Newton-Schulz iteration with Keller Jordan's
+    """Return the nearest orthogonal matrices of [n, rows, columns], by a Newton-Schulz iteration with Keller Jordan's
     coefficients.
     """
     x = matrices.bfloat16()
@@ -270,7 +270,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             alike: dict[torch.Size, list[Tensor]] = defaultdict(
                 list
-            )  # matrices of one size are orthogonalized in one go
+            )  # matrices of one size are orthogonalized together
             for parameter in group["params"]:
                 alike[parameter.shape].append(parameter)
             for (rows, columns), parameters in alike.items():
@@ -301,7 +301,8 @@ class Batches:
         self.assistant = tokenizer.encode(f"{TURN_START}assistant").ids[1]
 
     def weights(self, ids: np.ndarray) -> np.ndarray:
-        """The weight of each token as a target: the model does not learn to write the turns of users and tools."""
+        """Return the weight of each token as a target: the model does not learn to write the turns of users and
+        tools."""
         weights = np.ones(len(ids), dtype=np.float32)
         starts = np.flatnonzero(ids == self.turn_start)
         for start in starts:
@@ -332,7 +333,7 @@ class Batches:
 
 
 def held_out_text(characters: int) -> str:
-    """Documents that no training step draws, as an endless stream."""
+    """Return an endless stream of text from documents that no training step draws."""
     text = ""
     for document in documents("held out"):
         text += document + END_OF_TEXT
@@ -345,7 +346,7 @@ def held_out_text(characters: int) -> str:
 
 
 def rate_at(step: int, recipe: Recipe) -> float:
-    """The learning rate factor: a warm-up, a plateau, and a linear decay to zero."""
+    """Return the learning rate factor: a warm-up, a plateau, and a linear decay to zero."""
     left = (recipe.steps - step) / (recipe.decay_share * recipe.steps)
     return min(1.0, (step + 1) / recipe.warmup, left)
 
@@ -452,7 +453,7 @@ def export(model: Qwen3, tokenizer: Tokenizer, out: Path) -> None:
     write(out / "tokenizer.json", tokenizer.to_str(pretty=False))
     weights = {f"model.{name}": weight.detach().bfloat16().contiguous() for name, weight in model.named_parameters()}
     save_file(weights, out / "model.tmp", metadata={"format": "pt"})
-    (out / "model.tmp").chmod(0o644)  # safetensors writes files that only their owner may read
+    (out / "model.tmp").chmod(0o644)  # safetensors creates files that only their owner may read
     os.replace(out / "model.tmp", out / "model.safetensors")
 
 
@@ -467,7 +468,7 @@ def write(path: Path, text: str) -> None:
 
 @torch.inference_mode()
 def generate(model: Qwen3, tokenizer: Tokenizer, prompt: str, limit: int, temperature: float = 0.0) -> str:
-    """The model's continuation of a prompt, without the end token."""
+    """Return the model's continuation of a prompt, without the end token."""
     ends = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)}
     past: list[list[Tensor]] = [[] for _ in model.layers]
     ids = tokenizer.encode(prompt).ids
@@ -493,10 +494,9 @@ def keeps_its_story(name: str, text: str) -> bool:
 
 @torch.inference_mode()
 def perplexity_by_position(model: Qwen3, tokenizer: Tokenizer, text: str) -> dict[str, float]:
-    """Perplexity of the same tokens near the start and near the end of full rows of packed text.
-
-    Rows begin 200 tokens apart, so one row has at 1,800 to 2,000 what another has at 200 to 400. The difficulty of the
-    text, which varies far more from place to place, therefore cancels out.
+    """Return the perplexity of the same tokens near the start and near the end of full rows of packed text. Rows begin
+    200 tokens apart, so the tokens at 1,800 to 2,000 of one row are at 200 to 400 of another. The difficulty of the
+    text, which varies much more between places, therefore cancels out.
     """
     rows = torch.tensor(tokenizer.encode(text).ids).unfold(0, Shape.context, 200)[:72]
     losses = []
@@ -548,7 +548,7 @@ def examine(model: Qwen3, tokenizer: Tokenizer, evaluation: Path, report: Path) 
 
 
 def seconds_a_step(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
-    """The best of three, because the first is slow and the machine may be busy."""
+    """Return the best of three times, because the first is slow and the machine may be busy."""
     times = []
     for _ in range(3):
         began = time.monotonic()
@@ -559,7 +559,8 @@ def seconds_a_step(model: Qwen3, ids: Tensor, weights: Tensor) -> float:
 
 
 def recipe_for(options: argparse.Namespace, model: Qwen3, tokenizer: Tokenizer) -> Recipe:
-    """The recipe with the requested steps, or those that fit into the minutes, or those of the interrupted run."""
+    """Return the recipe with the requested steps, or those that fit into the minutes, or those of the interrupted
+    run."""
     kept = options.work / "recipe.json"
     recipe = Recipe(**json.loads(kept.read_text())) if kept.exists() else Recipe()
     if options.steps:

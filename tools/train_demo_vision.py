@@ -6,19 +6,17 @@ The images are drawn with Pillow. The encoder is a small Qwen3-VL encoder (arXiv
 added after the first layers of the language model (DeepStack, arXiv:2406.04334). The language model does not change, so
 its outputs without an image stay the same. Training has three stages:
 
-1. What must the language model be given, to answer questions about a scene? For each number, colour and shape,
-   embeddings are found that make it do so (prefix tuning, arXiv:2101.00190). A scene gets the sum of its traits'
-   embeddings.
-2. The encoder learns to compute these embeddings from drawings.
-3. The encoder is trained on the answers, through the language model.
+1. Prefix tuning (arXiv:2101.00190) finds embeddings for each number, colour and shape with which the language model
+answers questions about a scene. A scene gets the sum of its traits' embeddings. 2. The encoder learns to compute these
+embeddings from drawings. 3. The encoder is trained on the answers, through the language model.
 
 The folder contains only the new tensors. An index lists the file of every tensor, including those of the language model
 in the bundled model's file. At the end, the engine answers questions about new images, in phrasings that training
-cannot contain. The shares of right answers are written to README.md.
+cannot contain. The shares of correct answers are written to README.md.
 
 The weights in the repository come from a run with 250 steps of the third stage, after which 93.4 % of the answers were
-right, and three further runs of this stage (350, 240 and 130 steps), for which phrasings were added to training.
-Afterwards, the examination got other phrasings.
+correct, and three further runs of this stage (350, 240 and 130 steps) with more training phrasings. Afterwards, the
+phrasings of the examination were replaced.
 """
 
 import argparse
@@ -68,7 +66,7 @@ from quire.multimodal.families.base import Placed, Prepared
 from quire.multimodal.families.qwen_vl import Pictures
 
 BUNDLED = demo.REPOSITORY / "quire/demo/model"
-# No UTF-8 text contains the bytes from 0xfc on, so their tokens can be used for something else.
+# No UTF-8 text contains bytes from 0xfc on, so their tokens are free for other uses.
 PLACEHOLDERS = {"ÿ": PLACEHOLDER, "þ": "<video>", "ý": "<vision>", "ü": "</vision>"}
 PATCH, SIDE, DEPTH, LEVELS = 16, 4, 6, 4  # LEVELS: layers of the language model to which features are added
 VISION = {
@@ -113,7 +111,7 @@ def tokenizer_with_placeholders() -> Tokenizer:
 
 
 def traits(scenes: list[Scene]) -> Tensor:
-    """The traits of each scene, as ones among zeros: [scenes, TRAITS]. The first column is always one."""
+    """Return the traits of each scene as ones and zeros: [scenes, TRAITS]. The first column is always one."""
     known = [1, *range(1, MOST + 1), *COLOURS, *OUTLINES]
     return torch.tensor(
         [[float(k == 0 or t in (s.number, s.colour, s.shape)) for k, t in enumerate(known)] for s in scenes]
@@ -127,7 +125,7 @@ class Chats:
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
 
     def row(self, scene: Scene, tokens: int) -> tuple[list[int], list[int]]:
-        """A chat about an image of `tokens` tokens: its token ids, and the same where they are to be learned, -100
+        """Return the token ids of a chat about an image of `tokens` tokens, and the targets: the ids to learn, -100
         elsewhere.
         """
         pieces = re.split(r"(?<=assistant)(\n.*?<\|im_end\|>)", render(self._turns(scene, tokens)), flags=re.DOTALL)
@@ -176,7 +174,7 @@ class Trainer:
         self.chats, self.rng = Chats(self.tokenizer, "chats"), random.Random("pictures")
 
     def answer_loss(self, scenes: list[Scene], grid: tuple[int, int], seen: Tensor) -> Tensor:
-        """Of answers to questions about the scenes. seen: the embeddings of their pictures"""
+        """Return the loss of answers to questions about the scenes. seen: the embeddings of their images"""
         tokens = seen.shape[2]
         rows = [self.chats.row(scene, tokens) for scene in scenes]
         longest = max(len(ids) for ids, _ in rows)
@@ -203,11 +201,11 @@ class Trainer:
         return F.cross_entropy(F.linear(hidden[learned], self.words), targets[:, 1:][learned])
 
     def embeddings_of(self, scenes: list[Scene], tokens: int) -> Tensor:
-        """The embeddings in the table: a scene has the sum of those of its traits."""
+        """Return the scenes' embeddings from the table: the sum of the embeddings of a scene's traits."""
         return torch.einsum("st,tlne->slne", traits(scenes), self.table[:, :, :tokens])
 
     def encode(self, scenes: list[Scene], grid: tuple[int, int]) -> Tensor:
-        """Embeddings of drawings of the scenes."""
+        """Return the embeddings of drawings of the scenes."""
         size = tuple(3 * PATCH * length for length in reversed(grid))
         drawn = [self.pictures.image(draw(scene, self.rng, size)).tensors["pixels"] for scene in scenes]
         found = self.visual(
@@ -217,7 +215,7 @@ class Trainer:
         return levels.unflatten(1, (len(scenes), -1)).transpose(0, 1)
 
     def embeddings_loss(self) -> tuple[Tensor, str]:
-        """With noise, so that the encoder need not hit the embeddings exactly."""
+        """Return the loss of the embeddings. They get noise, so that the encoder need not match them exactly."""
         scenes = self.rng.sample(SCENES, CHATS)
         grid = self.rng.choice(GRIDS)
         seen = self.embeddings_of(scenes, math.prod(grid))
@@ -225,7 +223,7 @@ class Trainer:
         return self.answer_loss(scenes, grid, seen + noise), ""
 
     def encoder_loss(self) -> tuple[Tensor, str]:
-        """The nearest scene must be the right one, and close."""
+        """Return a loss by which the nearest scene must be the right one, and close."""
         scenes = self.rng.choices(SCENES, k=DRAWN)
         grid = self.rng.choice(GRIDS)
         known = self.embeddings_of(SCENES, math.prod(grid))
@@ -253,7 +251,7 @@ class Trainer:
 
 
 def run_stage(name: str, loss_of: Callable[[], tuple[Tensor, str]], parameters: list[Tensor]) -> None:
-    """Matrices are trained with Muon, everything else with AdamW."""
+    """Train one stage: matrices with Muon, everything else with AdamW."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     matrices = [p for p in parameters if p.ndim == 2 and min(p.shape) > SIDE**2]
@@ -327,7 +325,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def answers_of(llm: LLM, asked: list[Asked]) -> list[bool]:
-    """Which answers of an engine are right."""
+    """Return which answers of an engine are correct."""
     prompts = [{"prompt": each.prompt, "multi_modal_data": {"image": each.image}} for each in asked]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
     return [
@@ -336,7 +334,7 @@ def answers_of(llm: LLM, asked: list[Asked]) -> list[bool]:
 
 
 def examine(folder: Path) -> dict[str, tuple[float, int]]:
-    """The shares of right answers of each kind and of all, each with the number of questions."""
+    """Return the share of correct answers and the number of questions, for each kind and in total."""
     asked = examination_of_pictures(800)
     groups = defaultdict[str, list[bool]](list)
     llm = LLM(str(folder))
@@ -348,7 +346,7 @@ def examine(folder: Path) -> dict[str, tuple[float, int]]:
 
 
 def describe(folder: Path, minutes: float) -> None:
-    """Examine the model, and write the shares into its README.md."""
+    """Examine the model, and write the shares to its README.md."""
     lines = "\n".join(f"| {name} | {share:.1%} of {count} |" for name, (share, count) in examine(folder).items())
     (folder / "README.md").write_text(
         f"""# An encoder of pictures

@@ -1,4 +1,4 @@
-"""Zig's C++ compiler in the role of g++: its libraries need no newer glibc than 2.28, and include the C++ library.
+"""Runs Zig's C++ compiler in place of g++. Its output needs only glibc 2.28, and includes the C++ standard library.
 
 Needs the package ziglang. tools/build_wheel.py names this file in CXX, with the machine: x86_64 or aarch64.
 """

@@ -1,4 +1,4 @@
-"""The cases of the check: engines with different cards, models and options, such that every pair of options occurs."""
+"""The cases of the check: engines with different cards, models and options. Every pair of options occurs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Case:
 
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
-    """The cases, most valuable first: every model on every card with default options; then encoders, adapters,
-    compressed caches, recurrent layers, an encoder-decoder, a vision model, context parallelism, sparse attention and
-    4-bit tables on every card; then pairs of options.
+    """Return the cases, most valuable first. Every model on every card with default options comes first. Next are
+    encoders, adapters, compressed caches, recurrent layers, an encoder-decoder, a vision model, context parallelism,
+    sparse attention and 4-bit tables on every card. Pairs of options follow.
 
     On each card, every pair of values of two options occurs. Every value of every option occurs with every model on
     some card.
@@ -90,7 +90,7 @@ def _met(card: str, model: Served, row: dict[str, str]) -> set[Any]:
 
 
 def _pairs(cards: Sequence[str], done: Sequence[Case]) -> list[Case]:
-    """Further cases, chosen greedily: the random candidate that covers the most uncovered goals comes next."""
+    """Return further cases, chosen greedily: next is the random candidate that covers the most uncovered goals."""
     draw = random.Random(0)
     goals = _goals(cards)
     defaults = {name: values[0] for name, values in OPTIONS.items()}

@@ -1,6 +1,6 @@
-"""Compiles the kernels that engines launch on absent GPUs, and checks the machine code. No GPU is needed.
+"""Compiles the kernels that engines would launch on GPUs, and checks their machine code. No GPU is needed.
 
-    python -m benchmarks.gpu.check                          everything, or what is missing of it (about two hours)
+    python -m benchmarks.gpu.check everything without a result (about two hours)
     python -m benchmarks.gpu.check --cards sm_90 --only llama-3-8b      one card; cases whose name contains a text
     python -m benchmarks.gpu.check --triton /path           a folder with another Triton
     python -m benchmarks.gpu.check --list                   the cases, without running them
@@ -45,14 +45,14 @@ JUDGES = ("quire/ops/triton/tiles.py", "quire/attention/tiles.py", "benchmarks/g
 _DEFINITION = re.compile(r"^def (\w+)\(", re.MULTILINE)
 _IMPORTS = re.compile(rb"^(from|import) .*\n", re.MULTILINE)  # files may move
 _IMPORT = re.compile(r"^from quire.ops.triton\.(\w+) import", re.MULTILINE)
-TIME_LIMIT = 1800  # seconds of a case
+TIME_LIMIT = 1800  # seconds per case
 
 Result = dict[str, Any]
 
 
 @cache
 def _files() -> dict[str, set[Path]]:
-    """The files that define a function of this name, together with the kernel files that they import."""
+    """Return the files that define a function of this name, together with the kernel files that they import."""
     files: dict[str, set[Path]] = defaultdict(set)
     for path in (path for pattern in KERNELS for path in ROOT.glob(pattern)):
         text = path.read_text()
@@ -63,7 +63,7 @@ def _files() -> dict[str, set[Path]]:
 
 
 def key(result: Result) -> str:
-    """The inputs of the result, which is valid as long as they are unchanged."""
+    """Return a digest of the result's inputs. A result is valid as long as this is unchanged."""
     digest = hashlib.sha256(f"{result['case']} {result['triton']}".encode())
     paths = {ROOT / name for name in JUDGES}.union(*(_files()[kernel["name"]] for kernel in result["kernels"]))
     for path in sorted(paths):
@@ -76,7 +76,7 @@ def is_valid(result: Result | None) -> bool:
 
 
 def stored(path: Path) -> dict[tuple[str, str], Result]:
-    """The newest result of each case, by its name and the version of Triton."""
+    """Return the newest result of each case, by its name and the version of Triton."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {(result["case"], result["triton"]): result for result in map(json.loads, lines)}
 
@@ -88,11 +88,12 @@ def save(path: Path, results: Iterable[Result]) -> None:
     temporary.replace(path)
 
 
-# ---- one case, in a process of its own
+# ---- one case, in its own process
 
 
 def run_case(case: Case, device: TracedStandIn) -> Result:
-    """The outcome of the case. state: done, refused (a ValueError at start, such as ConfigError), or crashed."""
+    """Run a case. Returns its outcome, whose state is done, refused (a ValueError at start, such as ConfigError) or
+    crashed."""
     from benchmarks.gpu.engine import serve, start
     from benchmarks.gpu.rules import judged
 

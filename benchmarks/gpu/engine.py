@@ -18,7 +18,7 @@ _SWITCHES = ("enforce_eager", "batch_invariant", "enable_lora")
 
 
 def start(case: Case, folder: Path) -> LLM:
-    """An engine with one rank of the model, with dummy weights. Raises ValueError if Quire rejects the options."""
+    """Start an engine with one rank of the model and dummy weights. Raises ValueError if Quire rejects the options."""
     from quire import LLM
     from quire.parallel.mesh import Communicator, Mesh
 
@@ -46,8 +46,8 @@ def start(case: Case, folder: Path) -> LLM:
 
 
 def serve(llm: LLM, folder: Path) -> None:
-    """Requests: short and long prompts, steps that mix prompts and decoding, few and many rows, every sampling method.
-    folder: for an adapter.
+    """Run requests with short and long prompts, steps that mix prompts and decoding, few and many rows, and every
+    sampling method. folder: for an adapter.
     """
     from benchmarks.lora import write_adapter
     from quire import SamplingParams
@@ -71,7 +71,7 @@ def serve(llm: LLM, folder: Path) -> None:
     run([10], temperature=0)
     run([1], temperature=0)
     run([longest], temperature=0)
-    run([longest // 2, longest, 3, longest - 5, 17], temperature=0)  # more than a step: prompts beside decoding
+    run([longest // 2, longest, 3, longest - 5, 17], temperature=0)  # more than a step: prompts together with decoding
     run([5, min(1000, longest), 20], temperature=0.7, seed=1)
     run([7] * 3, top_k=5, seed=1)
     run([7] * 5, top_p=0.9)

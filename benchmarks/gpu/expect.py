@@ -1,4 +1,4 @@
-"""Computes the minimum time of each figure of the GPU goals from the kernels compiled for each card.
+"""Computes the minimum time for each GPU goal from the kernels compiled for each card.
 
     python -m benchmarks.gpu.expect [--cards H200 H100] [--json FILE] [--docs docs/gpu.md]
 
@@ -44,7 +44,7 @@ BEGIN = "<!-- expected -->"
 END = "<!-- end of expected -->"
 CARDS = ("H200", "H100", "B200", "A100")
 MODELS = {"llama-3-8b": 32, "qwen3-0.6b": 28}  # layers
-REQUESTS = (1, 16, 64, 128, 256)  # in the steps of 256 requests, which become fewer as they end
+REQUESTS = (1, 16, 64, 128, 256)  # requests in a step; 256 requests run at first, and fewer as some end
 PROMPTS = (8, 512)  # requests and tokens of a step with prompts only
 CONTEXT = 576  # tokens of a request in decoding steps: half of nano-vllm's longest prompt and output
 STREAM = 320  # the same for one stream
@@ -52,7 +52,7 @@ STREAM = 320  # the same for one stream
 
 @dataclass
 class Kernel:
-    """A kernel of a figure. seconds: of all its launches in a step."""
+    """A kernel of a figure. seconds: the time of all its launches in a step."""
 
     name: str
     seconds: float
@@ -63,7 +63,7 @@ class Kernel:
 
 @dataclass
 class Figure:
-    """value, goal: in `unit`; a negative goal is the largest allowed value. kernels: of a step."""
+    """value, goal: in `unit`; a negative goal is the largest allowed value. kernels: those of a step."""
 
     value: float
     goal: float | None
@@ -74,7 +74,8 @@ class Figure:
 
 @dataclass
 class Traced:
-    """The launches of a step: how often each work occurs. host: seconds that the host takes without a graph."""
+    """The launches of a step, with the number of times that each work occurs. host: seconds that the host needs without
+    a graph."""
 
     launches: dict[Work, float] = field(default_factory=dict)
     host: float = 0.0
@@ -84,8 +85,8 @@ class Traced:
 
 
 def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
-    """The launches of all figures on cards of the same capability, and the number of kernels compiled when an engine
-    starts. The process must not have imported the engine.
+    """Return the launches of all figures on cards of the same capability, and the number of kernels compiled when an
+    engine starts. The process must not have imported the engine.
     """
     from benchmarks.gpu.tracing import stand_in
 
@@ -167,7 +168,7 @@ class Lanes(dict[str, float]):
 
 
 def traced(cards: list[str]) -> dict[str, dict[str, Any]]:
-    """The launches of all figures on each card, found by one process per capability."""
+    """Return the launches of all figures on each card, traced by one process per capability."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = (
         "import pathlib, pickle, sys; from benchmarks.gpu import expect; "
@@ -184,7 +185,7 @@ def traced(cards: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def whole(found: dict[str, Any], name: str, case: str) -> Traced:
-    """A step of the whole model, extrapolated from those with one and with two layers."""
+    """Return a step of the whole model, extrapolated from steps with one and with two layers."""
     one, two = (found[f"{name}, {case}, {layers}"] for layers in (1, 2))
     more = MODELS[name] - 1
     launches = {
@@ -195,7 +196,7 @@ def whole(found: dict[str, Any], name: str, case: str) -> Traced:
 
 
 def outside(found: dict[str, Any], name: str, case: str) -> float:
-    """Host seconds of a step outside the layers, which is not part of a graph."""
+    """Return the host seconds of a step outside the layers, which are not part of a graph."""
     one, two = (found[f"{name}, {case}, {layers}"] for layers in (1, 2))
     return float(2 * one.host - two.host)
 
@@ -271,19 +272,19 @@ def figures(card: str, found: dict[str, Any]) -> dict[str, Figure]:
 
 
 def _host(found: dict[str, Any], name: str, case: str, requests: int) -> float:
-    """Host seconds of a step with graphs."""
+    """Return the host seconds of a step with graphs."""
     return outside(found, name, case) + HOST_GRAPH + HOST_STEP + requests * HOST_REQUEST
 
 
 def _captures() -> int:
-    """How many sizes are captured as graphs at start."""
+    """Return the number of sizes captured as graphs at start."""
     from quire.worker.graphs import DECODE_SIZES, MIXED_SIZES
 
     return len(DECODE_SIZES) + len(MIXED_SIZES)
 
 
 def _many(found: dict[str, Any], name: str, rates: Rates) -> Figure:
-    """nano-vllm's benchmark: the steps of 256 requests, whose number falls as they finish."""
+    """Return the figures of nano-vllm's benchmark: 256 requests, whose number falls as they finish."""
     draw = random.Random(0)
     prompts = [draw.randint(100, 1024) for _ in range(256)]
     outputs = [draw.randint(100, 1024) for _ in range(256)]
@@ -326,7 +327,7 @@ def shown(card: str, result: dict[str, Figure], count: int = 8) -> str:
 
 
 def document(results: dict[str, dict[str, Figure]]) -> str:
-    """The tables of docs/gpu.md."""
+    """Return the tables of docs/gpu.md."""
     cards = list(results)
     lines = ["| figure | goal | " + " | ".join(cards) + " |", "|---|---|" + "---|" * len(cards)]
     for name, figure in results[cards[0]].items():

@@ -1,4 +1,4 @@
-"""Measures how long the kernels of a step take on a device, next to their expected times, and with other tiles.
+"""Measures the kernels of a step on a device, compares them with their expected times, and tries other tiles.
 
 Used by gpu_suite.py. The expected times are those of expect.py (benchmarks/results/gpu-expected.json).
 """
@@ -21,9 +21,9 @@ PRODUCTS = "matrix products of torch"
 OTHERS = "other operations of torch"
 _PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas|^(addmm|mm|bmm|linear|matmul)$", re.IGNORECASE)
 _TRITON = re.compile(r"^(_\w+|\w+_kernel)$")
-_FREE_SIZES = "KEYS", "INS"  # constants of kernels that may change without another grid
+_FREE_SIZES = "KEYS", "INS"  # constants of kernels that do not affect the grid
 
-Kernel = dict[str, Any]  # name; seconds: of all its launches in a step; launches: in a step
+Kernel = dict[str, Any]  # name; seconds and number of all its launches in a step
 
 
 class Difference(NamedTuple):
@@ -40,7 +40,8 @@ class Difference(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The name under which a kernel's time is compared: its own if Triton compiled it, else what torch uses it for.
+    """Return the name under which a kernel's time is compared: its own if Triton compiled it, else its purpose in
+    torch.
 
     "attend_kernel" -> "attend_kernel"; "_product 1 x 4096 x 6144" -> "_product"; "nvjet_tst_64x8" and "mm" -> PRODUCTS;
     "Memcpy HtoD" -> OTHERS
@@ -52,7 +53,7 @@ def kind_of(name: str) -> str:
 
 
 def summed(kernels: list[Kernel]) -> list[Kernel]:
-    """The kernels by their `kind_of` names, those with the most time first."""
+    """Return the kernels summed by their `kind_of` names, those with the most time first."""
     sums: dict[str, Kernel] = {}
     for kernel in kernels:
         name = kind_of(kernel["name"])
@@ -64,7 +65,7 @@ def summed(kernels: list[Kernel]) -> list[Kernel]:
 
 @contextlib.contextmanager
 def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
-    """Append the kernels that run within this block to `kernels`, as those of one of `steps` steps."""
+    """Append the kernels that run within this block to `kernels`, averaged over its `steps` equal steps."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities[: 1 + torch.cuda.is_available()]) as profiler:
         yield profiler
@@ -82,15 +83,15 @@ def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
 
 
 def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Kernel]:
-    """The kernels of a step that decodes one token for each of `requests` requests. context: their average number of
-    tokens.
+    """Return the kernels of a step that decodes one token for each of `requests` requests. context: their average
+    number of tokens.
     """
     from quire import SamplingParams
 
     # A stream enters the engine when it is first read, at most two steps after the previous one. The first stream is
     # therefore up to 2 * requests tokens ahead of the last.
     length = max(1, context - requests - steps // 2 - 4)
-    temperature = 0.0 if requests == 1 else 0.6  # as those whose times are expected
+    temperature = 0.0 if requests == 1 else 0.6  # as in the expected times
     params = SamplingParams(temperature=temperature, max_tokens=2 * requests + steps + 16, ignore_eos=True)
     streams = [llm.stream([9 + i % 1000] * length, params) for i in range(requests)]
     for _ in range(4):
@@ -109,14 +110,14 @@ def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Ke
 
 
 def expected(device_name: str, path: Path = EXPECTED) -> dict[str, Any]:
-    """The expected figures for a card that torch calls by this name, "NVIDIA H200" for example. Empty if unknown."""
+    """Return the expected figures for a card, by torch's name of it, such as "NVIDIA H200". Empty if unknown."""
     cards = json.loads(path.read_text()) if path.exists() else {}
     words = re.split(r"[ -]", device_name)
     return next((figures for card, figures in cards.items() if {*card.split()} <= {*words}), {})
 
 
 def differences(measured: dict[str, list[Kernel]], expected: dict[str, Any]) -> list[Difference]:
-    """The kernels of the measured figures with an expected time, those that lose the most time first."""
+    """Return the kernels of the measured figures that have an expected time, those that lose the most time first."""
     found = []
     for figure, kernels in measured.items():
         wanted = {k["name"]: k["seconds"] for k in summed(expected.get(figure, {}).get("kernels", []))}
@@ -146,7 +147,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def recorded(launches: dict[str, Launch]) -> Iterator[None]:
-    """Keep the last launch of each Triton kernel, by its name."""
+    """Record the last launch of each Triton kernel, by its name."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -165,8 +166,8 @@ def recorded(launches: dict[str, Launch]) -> Iterator[None]:
 
 
 def alternatives(launch: Launch) -> list[dict[str, int]]:
-    """Other tiles for a launch, each with one change: to the warps, the stages or a size that does not
-    affect the grid.
+    """Return other tiles for a launch, each with one change: to the warps, the stages or a size that does not affect
+    the grid.
     """
     warps = launch.options.get("num_warps", 4)
     stages = launch.options.get("num_stages", 3)
@@ -180,12 +181,12 @@ def alternatives(launch: Launch) -> list[dict[str, int]]:
 
 
 def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) -> dict[str, Any]:
-    """The time of a launch with its own tile and with others, and the best tile. A tile that does not fit the card is
-    left out. The best changes are tried together as well."""
+    """Return the time of a launch with its own tile and with others, and the best tile. Tiles that do not fit the card
+    are skipped. The best changes are also tried together."""
     tried: dict[str, float] = {}
 
     def attempt(changes: dict[str, int]) -> float:
-        with contextlib.suppress(Exception):  # too much shared memory, or a size that the kernel cannot have
+        with contextlib.suppress(Exception):  # too much shared memory, or a size that the kernel does not support
             tried[_text(changes)] = clock(lambda: launch(**changes))
         return tried.get(_text(changes), float("inf"))
 
@@ -225,8 +226,8 @@ def attention_tile(**changes: int) -> Iterator[None]:
 def try_rows(
     result: dict[str, Any], rows: int, run: Callable[[], object], clock: Callable[[Callable[[], object]], float]
 ) -> None:
-    """Add the time of the attention kernel with other tile rows, which change its grid, to those of `try_tiles`. rows:
-    of its default tile. run: creates a backend and computes attention.
+    """Add the times of the attention kernel with other tile rows, which change its grid, to those of `try_tiles`. rows:
+    the rows of its default tile. run: creates a backend and computes attention.
     """
     for other in (rows // 2, 2 * rows):
         launches: dict[str, Launch] = {}

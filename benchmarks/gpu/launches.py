@@ -1,8 +1,8 @@
 """The work of a launch that was traced on the simulated device (tracing.py), for the time model.
 
-Triton's kernels: the machine code says which instructions a program executes, and how many programs fit a processor.
-Torch operations run library kernels without available machine code: matrix products are assumed to be good (the best of
-some tiles and splits), and all other kernels to only move bytes.
+Triton's kernels: the machine code shows which instructions a program executes, and how many programs fit on a
+processor. Torch operations run library kernels without available machine code: matrix products are assumed to be good
+(the best of some tiles and splits), and all other kernels to only move bytes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "at
 
 @dataclass(frozen=True)
 class Step:
-    """Information that a launch lacks: for each request, its tokens in the step and its length after it."""
+    """Information that a launch does not contain: each request's tokens in the step, and its length after the step."""
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
 def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
-    """The kernels that a launch runs: none for an operation that only creates a view."""
+    """Return the kernels that a launch runs: none for an operation that only creates a view."""
     if launch.kernel is not None:
         if "attend" in launch.name:
             return [_attention(launch, rates, step)]
@@ -65,7 +65,7 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
         return library_product(rates, launch.result.numel() // outputs, outputs, x.shape[-1])
     tensors = [*_tensors(launch.arguments["args"]), *_tensors(launch.result)]
     if launch.name.startswith(("aten.index", "aten.scatter", "aten.embedding", "aten.gather", "aten.copy_")):
-        tensors = sorted(tensors, key=lambda x: x.numel())[:-1] or tensors  # only some rows of the largest one
+        tensors = sorted(tensors, key=lambda x: x.numel())[:-1] or tensors  # only part of the largest
     moved = float(sum(x.numel() * x.element_size() for x in tensors))
     programs = max(1, math.ceil(moved / CHUNK))
     return [_placed(Work(launch.name.split(".")[1], programs, 8), moved, rates)]
@@ -83,7 +83,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _placed(work: Work, moved: float, rates: Rates) -> Work:
-    """Tensors that fit half of the second-level cache are still in it from the launch before."""
+    """Tensors that fit into half of the second-level cache are still there from the previous launch."""
     each = moved / work.programs
     return replace(work, cached=each, moved=0.0 if moved < rates.l2_size / 2 else each)
 
@@ -92,7 +92,8 @@ def _placed(work: Work, moved: float, rates: Rates) -> Work:
 
 
 def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[Work]:
-    """A product of 16-bit inputs with the best of some tiles and splits over the inputs; splits are summed after it."""
+    """Return a product of 16-bit inputs with the best of some tiles and splits over the inputs. Splits are summed
+    afterwards."""
     best: list[Work] = []
     shortest = math.inf
     for tile_rows, tile_outputs in TILES:
@@ -146,7 +147,8 @@ def _product(
 
 
 def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], float, float]:
-    """Operations by pipe, warp instructions, and bytes of shared memory, if each warp executes `instructions`."""
+    """Return operations by pipe, warp instructions, and bytes of shared memory, if each warp executes
+    `instructions`."""
     found: dict[str, float] = {}
     shared = 0.0
     for name, count in instructions.items():
@@ -162,20 +164,20 @@ def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], flo
             continue
         else:
             pipe = "alu"
-        wide = 2 if name.startswith(("FFMA2", "FADD2", "FMUL2")) else 1  # two results a lane
+        wide = 2 if name.startswith(("FFMA2", "FADD2", "FMUL2")) else 1  # two results per lane
         found[pipe] = found.get(pipe, 0.0) + count * warps * WARP * wide
     return found, float(instructions.total() * warps), shared
 
 
 def _bytes(name: str) -> int:
-    """Bytes of shared memory per thread."""
+    """Return the bytes of shared memory per thread."""
     if name.startswith(("LDSM", "STSM")):
         return 4 * int(name[-1]) if name[-1] in "124" else 4
     return next((size for part, size in ((".128", 16), (".64", 8), (".U16", 2), (".U8", 1)) if part in name), 4)
 
 
 def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, Any]:
-    """The fields of Work for instructions that a warp executes the given number of times each."""
+    """Return the fields of Work for instructions that a warp executes the given number of times each."""
     total: dict[str, float] = {}
     issued = shared = 0.0
     for instructions, times in parts:
@@ -188,7 +190,7 @@ def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, 
 
 
 def _outside(code: MachineCode) -> Counter[str]:
-    """The instructions outside loops."""
+    """Return the instructions outside loops."""
     rest = Counter(code.instructions)
     for loop in code.loops:
         rest.subtract(loop.instructions)
@@ -196,12 +198,12 @@ def _outside(code: MachineCode) -> Counter[str]:
 
 
 def _simple(launch: Launch, rates: Rates) -> Work:
-    """A kernel whose time is determined by its bytes, or by its straight-line code if it is small."""
+    """Return the work of a kernel whose time depends on its bytes, or on its straight-line code if it is small."""
     code = read(launch.kernel)
     programs = math.prod(launch.grid)
     tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor) and name not in _TABLES}
     seen: dict[tuple[int, ...], int] = {}
-    for x in tensors.values():  # a tensor may be given twice, as a placeholder
+    for x in tensors.values():  # a tensor may be passed twice, as a placeholder
         seen[id(x), x.numel()] = x.numel() * x.element_size()
     moved = float(sum(seen.values()))
     moved += sum(x.numel() * x.element_size() for name, x in tensors.items() if name in _IN_PLACE.get(launch.name, ()))
@@ -228,7 +230,7 @@ def _simple(launch: Launch, rates: Rates) -> Work:
 
 
 def _product_of_few(launch: Launch, rates: Rates) -> Work:
-    """A product with dense weights (quire/ops/triton/linear.py), whose rows are in one tile."""
+    """Return the work of a product with dense weights (quire/ops/triton/linear.py), whose rows fit in one tile."""
     code = read(launch.kernel)
     named = launch.arguments
     rows = named["rows"]
@@ -258,12 +260,12 @@ def _product_of_few(launch: Launch, rates: Rates) -> Work:
     )
 
 
-_TABLES = {"cache", "block_table", "block_tables", "token_ids"}  # of which a kernel touches only some rows
+_TABLES = {"cache", "block_table", "block_tables", "token_ids"}  # kernels touch only some of their rows
 _IN_PLACE = {"prepare_kernel": ("q", "k"), "_add_rms_norm": ("residual",)}
 
 
 def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
-    """Attention of a step, from the lengths of its requests."""
+    """Return the work of a step's attention, computed from the lengths of its requests."""
     code = read(launch.kernel)
     named = launch.arguments
     rows = named["ROWS"]
@@ -314,7 +316,8 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
 
 
 def _main_loop(code: MachineCode) -> Loop:
-    """The loop over the keys that all rows see: of the loops with products, the one with the fewest instructions."""
+    """Return the loop over keys that all rows attend to. This is the loop with products that has the fewest
+    instructions."""
     loops = [loop for loop in code.loops if loop.share_of_products()]
     if not loops:
         loops = list(code.hot()) or list(code.loops)

@@ -5,9 +5,9 @@
     code = read(launches[0].kernel)
     code.shared, code.registers, code.spilled, code.programs(CARDS["sm_90"]), code.widths(), code.products()
 
-Registers and instructions of NVIDIA's cards come from the cubin (SASS, as cuobjdump prints it; Triton brings this
-program along). Triton's first representation (TTIR) shows which argument a load reads, and PTX refers to the same
-source lines. For AMD cards, the assembler text is read.
+Registers and instructions of NVIDIA's cards come from the cubin (SASS, as printed by cuobjdump, which Triton includes).
+Triton's first representation (TTIR) shows which argument a load reads, and PTX refers to the same source lines. For AMD
+cards, the assembler text is read.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _WARP = re.compile(r"^([HIQOD]MMA|v_s?mfma)")
 _FLOAT64 = re.compile(
     r"^(D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|F2F\.F64|F2F\.F32\.F64|[FI]2[FI]\S*F64|MUFU\.\w*64H|v_\w+_f64)"
 )
-_TENSOR_COLUMNS = 512  # columns of tensor memory of a processor of compute capability 10.0
+_TENSOR_COLUMNS = 512  # columns of a processor's tensor memory, with compute capability 10.0
 THREADS = 32  # of a warp
 _SCHEDULERS = 4  # of a processor; each has a quarter of the registers
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, without the loops inside it. instructions: the opcodes (with modifiers) of one iteration of a warp, with
-    all branches taken. depth: 1 for an outermost loop. bytes_loaded: from global memory, by a warp in one iteration."""
+    """A loop, without its inner loops. instructions: the opcodes (with modifiers) of one iteration of a warp, with all
+    branches taken. depth: 1 for an outermost loop. bytes_loaded: from global memory, by a warp in one iteration."""
 
     instructions: Counter[str]
     depth: int
@@ -57,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of Triton's source as compiled: the method, and the sizes of one program's tile."""
+    """A matrix product of Triton's source, as compiled: the method, and the sizes of one program's tile."""
 
     kind: str
     rows: int
@@ -99,10 +99,11 @@ class MachineCode:
     float64: tuple[str, ...]
 
     def programs(self, card: Card) -> int:
-        """How many programs fit on one of the card's processors, from registers, shared memory and warps."""
+        """Return how many programs fit on one of the card's processors, given their registers, shared memory and
+        warps."""
         limits = [card.programs, card.warps // self.warps]
         if card.backend == "cuda":
-            of_a_warp = -(-self.registers * card.warp_size // 256) * 256  # registers are given out in units of 256
+            of_a_warp = -(-self.registers * card.warp_size // 256) * 256  # registers are allocated in units of 256
             if of_a_warp:
                 limits.append(card.registers // _SCHEDULERS // of_a_warp * _SCHEDULERS // self.warps)
         elif self.registers:
@@ -116,7 +117,7 @@ class MachineCode:
         return min(limits)
 
     def widths(self) -> Counter[int]:
-        """How many instructions load 1, 2, 4, 8, 16 or 32 bytes per thread from global memory."""
+        """Return how many instructions load 1, 2, 4, 8, 16 or 32 bytes per thread from global memory."""
         widths: Counter[int] = Counter()
         for name, count in self.instructions.items():
             if width := _loaded(name):
@@ -124,17 +125,18 @@ class MachineCode:
         return widths
 
     def products(self) -> frozenset[str]:
-        """The kinds of instructions that compute matrix products: wgmma, tcgen05, mma.sync (mfma on AMD) or fma."""
+        """Return the kinds of instructions that compute matrix products: wgmma, tcgen05, mma.sync (mfma on AMD) or
+        fma."""
         kinds = {_product(name) for name in self.instructions} - {""}
         return frozenset(kinds | {"fma" for dot in self.dots if dot.kind == "fma"})
 
     def hot(self) -> tuple[Loop, ...]:
-        """The innermost loops, those with the most instructions first."""
+        """Return the innermost loops, those with the most instructions first."""
         return tuple(sorted((x for x in self.loops if x.is_innermost), key=lambda x: -x.instructions.total()))
 
 
 def read(kernel: Any) -> MachineCode:
-    """The machine code of a kernel compiled by Triton. Kernels with equal machine code are parsed once."""
+    """Return the machine code of a kernel compiled by Triton. Kernels with equal machine code are parsed once."""
     asm = kernel.asm
     metadata = kernel.metadata
     target = metadata.target
@@ -204,7 +206,7 @@ def _program(name: str) -> str:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """The assembler text of a kernel. The text is cached in a folder, since many cases share kernels."""
+    """Return the assembler text of a kernel. The text is cached in a folder, since many cases share kernels."""
     folder = platformdirs.user_cache_path("quire") / "benchmarks" / "disassembled"
     kept = folder / f"{hashlib.sha256(cubin).hexdigest()}.gz"
     if kept.exists():
@@ -242,7 +244,7 @@ _SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*
 
 
 def _sass(text: str) -> Iterable[_Line]:
-    meetings: dict[str, int] = {}  # of BSSY: where BSYNC with the same register jumps
+    meetings: dict[str, int] = {}  # by BSSY's register: the target of BSYNC with this register
     for address, predicate, opcode, operands in _SASS.findall(text):
         target = re.search(r"(?<![\w\[+])0x([0-9a-f]+)\s*$", operands)
         base = opcode.split(".")[0]
@@ -290,7 +292,7 @@ def _width(opcode: str, otherwise: int) -> int:
 
 
 def _loaded(opcode: str) -> int:
-    """Bytes that a thread loads from global memory with this instruction."""
+    """Return the bytes that a thread loads from global memory with this instruction."""
     if re.match(r"(LDG|LDGSTS)\b", opcode):
         return _width(opcode, 4)
     if re.match(r"(global|buffer|flat)_load_", opcode):
@@ -359,7 +361,7 @@ def _waits(names: Counter[str]) -> bool:
 
 
 def _order(following: list[list[int]]) -> list[int]:
-    """The reachable blocks in reverse postorder."""
+    """Return the reachable blocks in reverse postorder."""
     order: list[int] = []
     seen = {0}
     stack = [(0, iter(following[0]))]
@@ -377,7 +379,7 @@ def _order(following: list[list[int]]) -> list[int]:
 
 
 def _dominators(following: list[list[int]]) -> dict[int, int]:
-    """The immediate dominator of each block (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm)."""
+    """Return the immediate dominator of each block (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm)."""
     order = _order(following)
     rank = {block: i for i, block in enumerate(order)}
     before: dict[int, list[int]] = {block: [] for block in order}
@@ -411,7 +413,7 @@ def _dominates(head: int, block: int, parent: dict[int, int]) -> bool:
     return block == head
 
 
-# ---- what Triton's own representations say
+# ---- Triton's own representations
 
 
 Place = tuple[tuple[int, int], ...]  # (line, column) in the source, then those of the call
@@ -434,7 +436,7 @@ def _dots(ttgir: str) -> tuple[Product, ...]:
 
 
 def _loads(ttir: str, assembler: str) -> Counter[Load]:
-    """The loads in PTX."""
+    """Return the loads in PTX."""
     arguments = _arguments_of_loads(ttir)
     found: Counter[Load] = Counter()
     place: Place = ()
@@ -458,8 +460,8 @@ def _loads(ttir: str, assembler: str) -> Counter[Load]:
 
 
 def _nearest(arguments: dict[Place, tuple[str, str, int]], place: Place) -> tuple[str, str, int]:
-    """The load at this source position. The lines may be shifted: Triton's cache does not distinguish files that differ
-    only in the lines before a kernel."""
+    """Return the load at this source position. Its lines may be shifted, since Triton's cache does not distinguish
+    files that differ only in the lines before a kernel."""
     distances = {
         other: abs(other[0][0] - place[0][0])
         for other in arguments
@@ -470,7 +472,7 @@ def _nearest(arguments: dict[Place, tuple[str, str, int]], place: Place) -> tupl
 
 
 def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str, int]]:
-    """A load's argument, type and number of elements, by its source position (and that of the call)."""
+    """Return each load's argument, type and number of elements, by its source position (and that of the call)."""
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def resolved(text: str) -> list[tuple[int, int]]:
@@ -490,7 +492,7 @@ def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str, int]]:
             count = math.prod(int(size) for size in load[2].split("x") if size)
             found[tuple(resolved(places.get(load[4], ""))[:2])] = bases.get(load[1], "?"), load[3], count
         elif defined := re.match(r"\s+(%\w+)(?::\d+)? = (?:tt|arith|scf)\.\w+(.*)", line):
-            for name, start in re.findall(r"(%\w+) = (%[\w#]+)", defined[2]):  # what a loop carries
+            for name, start in re.findall(r"(%\w+) = (%[\w#]+)", defined[2]):  # loop-carried values
                 if start in bases:
                     bases[name] = bases[start]
             if "!tt.ptr" in line:

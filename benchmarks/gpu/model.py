@@ -2,11 +2,11 @@
 
 A program (thread block) uses the stations of its processor: tensor cores, exponentials, arithmetic, comparisons, shared
 memory and instruction issue. If the work at one station depends on the previous one, as with a softmax between two
-products, only independent instruction streams overlap: warps for mma.sync, and programs or warpgroups for wgmma and
-tcgen05, whose results all warps of a group wait for. The streams are the customers of a closed queueing network, whose
-throughput is computed by mean value analysis (Reiser and Lavenberg, 1980). Work without such dependencies, as in a
-matrix product, overlaps perfectly. Memory is shared by all processors, and limited by the bytes in flight (Little's
-law).
+products, only independent instruction streams overlap. These are warps for mma.sync, and programs or warpgroups for
+wgmma and tcgen05, since all warps of a group wait for the results of these instructions. The streams are the customers
+of a closed queueing network, whose throughput is computed by mean value analysis (Reiser and Lavenberg, 1980). Work
+without such dependencies, as in a matrix product, overlaps perfectly. Memory is shared by all processors, and limited
+by the bytes in flight (Little's law).
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch does. All counts are averages of one program.
-
-    programs: those with work. resident: how many of them a processor can run at a time. longest: the longest program's
-    work as a multiple of the average. moved: bytes between memory and the chip, of a program. cached: bytes that it
-    loads or stores, from the second-level cache or memory. in_flight: the maximum of bytes requested but not yet
-    received. products: operations of tensor cores. synchronous: issued as mma.sync. Lanes: operations of single
-    threads, by pipe: fma, alu, special, memory. instructions: of warps, all pipes. shared: bytes of shared memory read
-    and written. streams: independent streams of instructions for each scheduler in one program; 0 if stations do not
-    depend on each other. is_prefetched: loads of later iterations are in flight while this one computes.
-    is_persistent: programs take several tiles each, and overlap the end of one with the start of the next. path:
-    instructions that one warp executes in sequence while the program waits for them. memory_share: of a simple
-    kernel's bandwidth.
+    """The work of a launch. All counts are averages per program. programs: the number of programs with work. resident:
+    how many of them a processor can run at a time. longest: the longest program's work as a multiple of the average.
+    moved: bytes between memory and the chip. cached: bytes loaded from or stored to the second-level cache or memory.
+    in_flight: the maximum of bytes requested but not yet received. products: operations of tensor cores. synchronous:
+    whether they are issued as mma.sync. Lanes: operations of single threads, by pipe: fma, alu, special, memory.
+    instructions: warp instructions in all pipes. shared: bytes of shared memory read and written. streams: independent
+    streams of instructions for each scheduler in one program; 0 if stations do not depend on each other. is_prefetched:
+    loads of later iterations are in flight while this one computes. is_persistent: programs take several tiles each,
+    and overlap the end of one with the start of the next. path: instructions that one warp executes in sequence while
+    the program waits for them. memory_share: of a simple kernel's bandwidth.
     """
 
     name: str
@@ -65,9 +63,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """seconds of a launch inside a graph. bound: the limiting part. share: of the roofline, which is the larger of
-    bytes / bandwidth and operations / tensor rate, both from the data sheet. parts: seconds that each part would take
-    alone.
+    """seconds: the time of a launch inside a graph. bound: the limiting part. share: the share of the roofline, which
+    is the larger of bytes / bandwidth and operations / tensor rate, both from the data sheet. parts: seconds that each
+    part would take alone.
     """
 
     name: str
@@ -78,7 +76,7 @@ class Estimate:
 
 
 def queueing(demands: list[float], streams: float) -> float:
-    """The time in which the stations complete `demands` in all, if only `streams` streams run at once."""
+    """Return the time in which the stations complete all `demands`, if only `streams` streams run at once."""
     if streams <= 0:
         return max(demands, default=0.0)
     queues = [0.0] * len(demands)
@@ -92,7 +90,7 @@ def queueing(demands: list[float], streams: float) -> float:
 
 
 def stations(work: Work, rates: Rates) -> dict[str, float]:
-    """Clocks of a processor that one program needs at each station."""
+    """Return the clocks that one program needs at each station of a processor."""
     card = rates.card
     tensor = rates.tensor / card.processors / rates.clock * (rates.synchronous if work.synchronous else 1.0)
     lanes = {"fma": rates.fma, "alu": rates.alu, "special": rates.special, "memory": LOAD_STORE_LANES}
@@ -103,7 +101,7 @@ def stations(work: Work, rates: Rates) -> dict[str, float]:
 
 
 def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str, float]]:
-    """Seconds that a processor takes for `resident` concurrent programs, and the share of each station."""
+    """Return the seconds that a processor takes for `resident` concurrent programs, and the share of each station."""
     clocks = {name: count * resident for name, count in stations(work, rates).items()}
     issue = work.instructions * resident / ISSUED_PER_CLOCK
     if not clocks and not issue:
@@ -116,7 +114,7 @@ def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str
 
 
 def estimate(work: Work, rates: Rates) -> Estimate:
-    """The time of the launch on a card."""
+    """Return the time of the launch on a card."""
     processors = rates.card.processors
     resident = max(1, work.resident)
     slots = processors * resident
@@ -127,7 +125,7 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     parts: dict[str, float] = {"launch": LAUNCH, "memory": 0.0, "latency": 0.0, "compute": 0.0, "tail": 0.0}
 
     def wave(programs: int, at_once: int) -> float:
-        """Seconds of programs that start together."""
+        """Return the seconds of programs that start together."""
         compute, _ = _computing(work, rates, at_once)
         moved = max(programs * work.moved / bandwidth, programs * work.cached / rates.l2_bandwidth)
         waiting = (max(work.cached, work.moved) / work.in_flight) * MEMORY_LATENCY
@@ -169,12 +167,12 @@ def estimate(work: Work, rates: Rates) -> Estimate:
 
 
 def _alone(work: Work, rates: Rates) -> float:
-    """Seconds of an average program alone on its processor."""
+    """Return the seconds of an average program that is alone on its processor."""
     return _computing(work, rates, 1)[0]
 
 
 def _bound(parts: dict[str, float], seconds: float) -> str:
-    """The part with the most time. Fixed costs are the bound if they exceed half of the total."""
+    """Return the part with the most time. Fixed costs are the bound if they exceed half of the total."""
     named = {
         name: parts.get(name, 0.0)
         for name in ("memory", "l2", "latency", "tensor", "fma", "alu", "special", "shared", "issue", "tail")
@@ -186,7 +184,7 @@ def _bound(parts: dict[str, float], seconds: float) -> str:
 
 
 def resident_programs(rates: Rates, warps: int, registers: int, shared: int) -> int:
-    """How many programs fit on a processor at a time. registers: per thread. shared: bytes per program."""
+    """Return how many programs fit on a processor at a time. registers: per thread. shared: bytes per program."""
     card = rates.card
     allocated = math.ceil(registers / 8) * 8 * WARP * warps
     by_memory = card.processor_memory // (shared + card.reserved_memory) if shared + card.reserved_memory else math.inf

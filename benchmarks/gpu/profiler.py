@@ -13,7 +13,7 @@ from benchmarks.gpu.tracing import TracedStandIn
 
 
 def stand_in_profiler(device: TracedStandIn) -> Any:
-    """A context in which torch.profiler.profile records launches on the device."""
+    """Return a context in which torch.profiler.profile records launches on the device."""
     return mock.patch.object(torch.profiler, "profile", partial(Profiler, device))
 
 

@@ -21,8 +21,9 @@ FA3 = "FlashAttention-3, arXiv:2407.08608, figure 5"
 
 @dataclass(frozen=True)
 class Published:
-    """A kernel's measured speed. amount: operations or bytes, as counted in the publication. speed: of them per second.
-    overhead: seconds that the measurement adds to a launch. others: further launches, and how often each occurs.
+    """A kernel's measured speed. amount: operations or bytes, as counted in the publication. speed: the published
+    amount per second. overhead: seconds that the measurement adds to a launch. others: further launches, and how often
+    each occurs.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Published:
         return replace(found, seconds=found.seconds + sum(estimate(w, rates).seconds * n for w, n in self.others))
 
     def error(self) -> float:
-        """Predicted over published time, minus one."""
+        """Return the predicted time divided by the published time, minus one."""
         return (self.predicted().seconds + self.overhead) / self.seconds - 1
 
 
@@ -64,8 +65,9 @@ def attention(
     registers: int = 255,
     is_persistent: bool = False,
 ) -> Work:
-    """Attention over prompts. rows, keys: of a tile. warps: those that compute. groups: independent groups of warps of
-    a program, for wgmma and tcgen05 (0: mma.sync, each warp independently). stages: tiles of keys in flight."""
+    """Return the work of attention over prompts. rows, keys: the tile's sizes. warps: the number of computing warps.
+    groups: independent warp groups of a program, for wgmma and tcgen05 (0: mma.sync, each warp is independent). stages:
+    tiles of keys in flight."""
     tiles = math.ceil(length / rows)
     steps = (
         sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys for tile in range(tiles))
@@ -105,7 +107,7 @@ def attention(
 
 
 def product(name: str, card: str, m: int, n: int, k: int, tiles: tuple[tuple[int, int], ...]) -> Work:
-    """A matrix product with the best of some tiles, as a library would choose."""
+    """Return the work of a matrix product with the best of some tiles, as a library would choose."""
 
     def work(tile: tuple[int, int]) -> Work:
         rows, columns = tile
@@ -141,7 +143,7 @@ FA3_SPEEDS = {  # dim, causal: sequence length -> TFLOP/s of FlashAttention-2 an
     (256, False): {2048: (321, 707), 16384: (326, 756)},
     (256, True): {2048: (278, 537), 16384: (298, 642)},
 }
-EVENTS = 5e-6  # what events around one launch add: 256 cubed takes 8.2 µs by the same table, and 3 µs by the model
+EVENTS = 5e-6  # added by events around one launch: 256 cubed takes 8.2 µs in the same table, and 3 µs in the model
 MATMUL_TILES = ((128, 256), (256, 128), (128, 128), (128, 192), (192, 128), (64, 256))
 
 

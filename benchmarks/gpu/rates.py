@@ -39,7 +39,8 @@ class Rates:
 
     @property
     def memory_bandwidth(self) -> float:
-        """The bytes per second that a simple kernel over a large tensor is expected to reach: "measured bandwidth"."""
+        """Return the bytes per second that a simple kernel is expected to reach on a large tensor ("measured
+        bandwidth")."""
         return self.bandwidth * MEMORY_SHARE
 
     @property
@@ -51,19 +52,19 @@ class Rates:
 # Shares and latencies that apply to all cards.
 _GPU = KINDS["gpu"]
 MEMORY_SHARE = _GPU.memory_share  # of the data sheet's bandwidth
-SMALL_PRODUCT_SHARE = 0.85  # of that, what a library's product with few rows reaches
+SMALL_PRODUCT_SHARE = 0.85  # of that, reached by a library's product with few rows
 L2_BYTES_PER_CLOCK = 5120
 L2_SHARE = 0.7
 SHARED_BYTES_PER_CLOCK = 128  # of a processor
 ISSUED_PER_CLOCK = 4  # instructions of a processor: one for each of its four schedulers
 LOAD_STORE_LANES = 32
-CLOCKS_PER_INSTRUCTION = 3  # from one instruction of a warp to its next, where there is one warp for each scheduler
+CLOCKS_PER_INSTRUCTION = 3  # between two instructions of a warp, with one warp per scheduler
 LAUNCH = 0.45e-6  # between the end of a kernel's work and the start of the next one's, inside a replayed graph
 MEMORY_LATENCY = 0.6e-6  # from a load to its data when memory is busy
 HOST_OPERATION = _GPU.launch  # host time of an operation of torch that launches a kernel
 HOST_TRITON = 8.7e-6  # host time of the launch of a Triton kernel
 HOST_VIEW = 1e-6  # host time of a view, or of memory for a result
-HOST_STEP = _GPU.step  # host time of a step besides: scheduling, results
+HOST_STEP = _GPU.step  # other host time of a step: scheduling, results
 HOST_REQUEST = _GPU.request  # the same for each request of a step
 HOST_GRAPH = _GPU.graph  # host time to replay a graph
 HOST_IMPORT = 4.0  # seconds until Python, torch and the context of the GPU are ready
@@ -73,7 +74,7 @@ STORE = 0.25e-6  # from the last result of a program to the end of the program
 
 
 def _rates(name: str, card: Card, *others: float) -> Rates:
-    """A card of quire/planner/devices.toml. others: fields that are missing there."""
+    """Return the rates of a card of quire/planner/devices.toml. others: fields that are missing there."""
     device = DEVICES[name]
     clock, l2_size, synchronous, fma = others
     return Rates(
@@ -96,7 +97,7 @@ RATES = {
     "RTX PRO 6000": _rates("RTX-PRO-6000", CARDS["sm_120"], 2.617e9, 128 * MIB, 1.0, 128),
 }
 
-ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a card confirms or refutes each
+ASSUMPTIONS = (  # assumption, value, source; the first run on a card confirms or refutes each
     (
         "bandwidth, processors, second-level cache, dense 16-bit products and their clock",
         "RATES",

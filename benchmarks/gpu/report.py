@@ -63,7 +63,7 @@ def _summary(results: list[Result]) -> str:
 
 
 def _kind(kernel: Kernel) -> str:
-    """A kernel with products, and the rows of its tile, which distinguish its versions."""
+    """Return the name of a kernel with products and the rows of its tile, which distinguish its versions."""
     return f"{kernel['name']}, {max(rows for _, rows, _, _, _ in kernel['dots'])} rows"
 
 

@@ -11,7 +11,7 @@ import triton
 from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
 from quire.platform.gpu.cards import Card
 
-WIDE = 16  # bytes that a thread shall load at once
+WIDE = 16  # bytes that a thread should load at once
 # Arguments of kernels with products that contain keys and values, or weights.
 STREAMED = ("cache", "codes", "weight", "k", "v", "a", "b")
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -19,18 +19,17 @@ SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of 
 
 
 def programs_wanted(name: str, code: MachineCode) -> int:
-    """How many programs per processor the plan assumes: two for decoding attention, since one loads while the other
-    computes.
+    """Return the programs per processor that the plan assumes: two for decoding attention, since one loads while the
+    other computes.
     """
     decodes = "attend" in name and max((dot.rows for dot in code.dots), default=0) < 32  # prompts of latents have 32
     return 2 if decodes else 1
 
 
 def expected_product(name: str, card: Card, dot: Product) -> str:
-    """The instruction for a product of 16- or 8-bit inputs.
-
-    Rows of attention are queries. In linear layers, tokens may be the rows or the columns, so the smaller size is
-    checked. Triton 3.6 always computes int8 products with mma.sync on 10.0, regardless of the tile.
+    """Return the instruction for a product of 16- or 8-bit inputs. The rows of attention are queries. In linear layers,
+    tokens may be the rows or the columns, so the smaller size is checked. Triton 3.6 always computes int8 products with
+    mma.sync on 10.0, regardless of the tile.
     """
     if card.backend != "cuda" or not isinstance(card.capability, int):
         return "mma.sync"
@@ -76,7 +75,8 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
 
 
 def _narrow(code: MachineCode) -> list[str]:
-    """Loads of keys, values and weights that are narrower than possible. Scales stored next to codes are excluded."""
+    """Return the loads of keys, values and weights that are narrower than possible. Scales stored next to codes are
+    excluded."""
     found = []
     if not any(load.argument in STREAMED for load in code.loads):
         names = ", ".join(sorted({load.argument for load in code.loads}))
@@ -105,7 +105,7 @@ def _bits(dtype: str) -> int:
 
 
 def judged(launch: Any, card: Card) -> dict[str, Any]:
-    """A compiled kernel as a line of the results."""
+    """Return a compiled kernel as a line of the results."""
     code = read(launch.kernel)
     return {
         "name": launch.name,

@@ -188,7 +188,7 @@ SHAPES["deepseek-v3.2"] = {
     "index_topk": 2048,
 }
 
-_LAYERS = {  # one of each kind; others need 1
+_LAYERS = {  # one layer of each kind; unlisted models need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
     "embedding-gemma": 6, "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
     "jamba-1.5-mini": 2, "rwkv7-1.5b": 2,
@@ -242,7 +242,7 @@ FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
 
 
 def few_layers(name: str) -> Config:
-    """The config with one layer of each kind, which launches the same kernels as all layers."""
+    """Return the config with one layer of each kind, which launches the same kernels as all layers."""
     config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
     if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3
@@ -253,7 +253,7 @@ def few_layers(name: str) -> Config:
 
 
 def write_config(directory: Path, config: Config) -> Path:
-    """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
+    """Write a checkpoint without weights, for --load-format dummy, with the bundled model's tokenizer."""
     from quire.checkpoints.hub import bundled_model
 
     directory.mkdir(parents=True, exist_ok=True)

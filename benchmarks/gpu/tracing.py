@@ -87,7 +87,8 @@ def stand_in(card: Card, count: int = 1) -> Iterator[TracedStandIn]:
 
 
 def _specialization(function: Any, compilation: Any) -> str:
-    """A kernel and its specialization: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
+    """Return a kernel's name and specialization: types of arguments ("*bf16 % 16" is an aligned pointer) and
+    constants."""
     aligned = {path[0] for path, value in compilation["configs"][0].items() if value}
     constants = {path[0]: value for path, value in compilation["constants"].items()}
     arguments = [

@@ -20,7 +20,7 @@ Measure = Callable[[], Any]
 
 
 def _of(*modules: ModuleType) -> dict[str, tuple[Measure | None, Draw]]:
-    """The functions draw_NAME of modules, in their order, each with measure_NAME if it exists."""
+    """Return the functions draw_NAME of modules, in order, each with measure_NAME if it exists."""
     return {
         name.removeprefix("draw_").replace("_", "-"): (getattr(module, "measure_" + name[5:], None), draw)
         for module in modules

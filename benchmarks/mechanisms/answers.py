@@ -28,7 +28,7 @@ SCHEMA = {
 
 
 def measure_sampling() -> Any:
-    """How often each of the most likely tokens is drawn with 4,000 seeds, in three settings."""
+    """Count how often each of the most likely tokens is drawn with 4,000 seeds, in three settings."""
     llm = engine(max_num_seqs=64, max_logprobs=4096)
     (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=1, temperature=1, logprobs=4096), use_tqdm=False)
     assert output.outputs[0].logprobs is not None
@@ -71,7 +71,7 @@ def draw_sampling(data: Any, figure: Figure) -> None:
 
 
 def measure_speculative_decoding() -> Any:
-    """Four stories of 200 tokens: how many steps they take, and how many drafts are accepted at each position."""
+    """Count the steps that four stories of 200 tokens take, and the accepted drafts at each position."""
     found = {}
     for title, config in {
         "none": {},
@@ -116,9 +116,7 @@ def draw_speculative_decoding(data: Any, figure: Figure) -> None:
 
 
 def measure_structured_outputs() -> Any:
-    """For each output token, how many tokens its mask allowed; None if it was not sampled, since the
-    grammar forces it.
-    """
+    """Return how many tokens the mask of each output token allowed; None if the grammar forced the token."""
     llm = engine(max_num_seqs=1)
     scheduler = llm.core.scheduler
     allowed = list[int | None]()

@@ -18,7 +18,7 @@ LONGEST = 2048
 
 
 def measure_paged_attention() -> Any:
-    """The tokens stored by 12 requests of different lengths, and the slots of their blocks, in each step."""
+    """Count the tokens stored by 12 requests of different lengths, and the slots of their blocks, in each step."""
     draw = random.Random(2)
     llm = engine(max_num_seqs=6, enable_prefix_caching=False)
     found = list[list[int]]()
@@ -77,9 +77,7 @@ def measure_slot_mapping() -> Any:
 
 
 def measure_prefix_caching() -> Any:
-    """A conversation of 10 turns, each of whose prompts contains all earlier turns, and 8 prompts with
-    a common prefix.
-    """
+    """Run a conversation of 10 turns, whose prompts contain all earlier turns, and 8 prompts with a common prefix."""
     found = {}
     for cached in (True, False):
         llm = engine(max_num_seqs=4, enable_prefix_caching=cached)
@@ -113,7 +111,8 @@ def draw_prefix_caching(data: Any, figure: Figure) -> None:
 
 
 def measure_kv_tiers() -> Any:
-    """12 conversations of 4 turns, with a cache for three to five of them, with and without 64 MiB of CPU memory."""
+    """Run 12 conversations of 4 turns, with a cache for three to five of them, with and without 64 MiB of CPU
+    memory."""
     found = {}
     for size in (0.0, 1 / 16):
         llm = engine(max_num_seqs=4, num_gpu_blocks_override=120, max_model_len=1024, kv_offloading_size=size or None)
@@ -148,7 +147,7 @@ def draw_kv_tiers(data: Any, figure: Figure) -> None:
 
 
 def measure_kv_compression() -> Any:
-    """The blocks of one request with a prompt of 512 tokens, in each step, by compression ratio."""
+    """Count the blocks of one request with a prompt of 512 tokens, in each step, by compression ratio."""
     found = {}
     for ratio in (1, 2, 4, 8):
         options = {"ratio": ratio, "interval": 256} if ratio > 1 else {}

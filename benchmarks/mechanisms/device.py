@@ -1,4 +1,4 @@
-"""What a step costs on the device: attention, recorded steps and quantized weights. Times depend on the machine;
+"""The cost of a step on the device: attention, recorded steps and quantized weights. Times depend on the machine;
 compare only the lines of a plot with each other.
 """
 
@@ -29,7 +29,7 @@ def machine() -> str:
 
 
 def _best_ms(work: Callable[[], object], rounds: int = 40) -> float:
-    """The rounds used; other programs disturbed the others."""
+    """Return the rounds that are used; other programs disturbed the others."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def _best_ms(work: Callable[[], object], rounds: int = 40) -> float:
 
 
 def _decode(backend: AttentionBackend, length: int) -> Callable[[], object]:
-    """A query of each of four requests attends to `length` keys in scattered blocks."""
+    """Return a step in which one query of each of four requests attends to `length` keys in scattered blocks."""
     shape = backend.shape
     requests = 4
     blocks = -(-length // shape.block_size)
@@ -68,7 +68,7 @@ def _decode(backend: AttentionBackend, length: int) -> Callable[[], object]:
 
 
 def measure_attention_kernels() -> Any:
-    """One layer with 16 query heads and 8 KV heads of 128 values in float32."""
+    """Measure one layer with 16 query heads and 8 KV heads of 128 values in float32."""
     shape = AttentionShape(16, 8, 128, 16, torch.float32, torch.device("cpu"))
     found: dict[str, Any] = {"machine": machine(), "lengths": list(LENGTHS)}
     for kind in (ReferenceAttention, CpuAttention):
@@ -92,7 +92,7 @@ def draw_attention_kernels(data: Any, figure: Figure) -> None:
 
 
 def measure_cuda_graphs() -> Any:
-    """The time of a decoding step of the bundled model, by the number of requests: the 5th percentile of the steps."""
+    """Measure a decoding step of the bundled model, by the number of requests: the 5th percentile of the step times."""
     found: dict[str, Any] = {"machine": machine(), "requests": [1, 2, 4, 8, 16], "eager": [], "recorded": []}
     for name, eager in (("eager", True), ("recorded", False)):
         llm = engine(max_num_seqs=16, enforce_eager=eager, enable_prefix_caching=False)
@@ -125,7 +125,7 @@ def draw_cuda_graphs(data: Any, figure: Figure) -> None:
 
 
 def weight_bytes(model: object) -> int:
-    """Bytes of a model's weights and their scales, without KV cache and rotary tables."""
+    """Return the bytes of a model's weights and their scales, without KV cache and rotary tables."""
     sizes: dict[int, int] = {}
     unvisited = [model]
     seen = set[int]()
@@ -146,9 +146,7 @@ def weight_bytes(model: object) -> int:
 
 
 def measure_quantization() -> Any:
-    """The bytes of the bundled model's weights, and their effect on the log-probabilities of 600
-    tokens of its output.
-    """
+    """Measure the bytes of the bundled model's weights, and their effect on the logprobs of 600 output tokens."""
     found = {}
     exact = list[float]()
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)

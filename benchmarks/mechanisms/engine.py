@@ -15,7 +15,7 @@ VOCABULARY = range(10, 4000)  # ordinary tokens of the bundled model
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of `count` random tokens."""
+    """Return a prompt of `count` random tokens."""
     return random.Random(seed).choices(VOCABULARY, k=count)
 
 
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of one request in a step, from `start` on; the first `known` were already known."""
+    """The tokens of one request in a step, beginning at position `start`. The first `known` were already known."""
 
     name: str
     start: int
@@ -51,7 +51,7 @@ class Part:
 
 
 def engine(**options: Any) -> LLM:
-    """The bundled model in float32, with one step in flight."""
+    """Return an engine with the bundled model in float32 and one step in flight."""
     return LLM(**{"dtype": "float32", "async_scheduling": False, "max_model_len": 2048, **options})
 
 

@@ -1,4 +1,4 @@
-"""The style of the plots, written such that equal data give equal files."""
+"""The style of the plots. Equal data give equal files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Draw = Callable[[Any, Figure], None]
 
 
 def picture(draw: Draw, data: Any) -> str:
-    """An SVG of the data."""
+    """Return an SVG of the data."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
         draw(data, figure)

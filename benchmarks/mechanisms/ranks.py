@@ -1,5 +1,5 @@
-"""Several ranks: what they send and compute, and how long they wait. Counted with the engine's real schedulers, routers
-and formulas; no ranks are started.
+"""Several ranks: the bytes they send, the work they do, and the time they wait. Computed with the engine's real
+schedulers, routers and formulas; no ranks are started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANKS = (1, 2, 4, 8)
 
 
 def measure_tensor_parallelism() -> Any:
-    """Llama-3.1-8B in bfloat16: the bytes that a rank stores and those it sends per token, by the number of ranks."""
+    """Compute the bytes that a rank stores and sends per token for Llama-3.1-8B in bfloat16, by the number of ranks."""
     config = MODELS["Llama-3.1-8B"]
     spec = spec_of(config)
     hidden, inner, heads, kv_heads = (
@@ -79,7 +79,7 @@ def draw_tensor_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_pipeline_parallelism() -> Any:
-    """The share of time in which stages are idle, by the number of steps in flight: simulated, see pipeline_idle.py."""
+    """Simulate the share of time in which stages are idle, by the number of steps in flight (see pipeline_idle.py)."""
     found: dict[str, Any] = {"depths": list(range(1, 7)), "idle": {}}
     for title, times, streams, budget in (("8B on H100s", TIMES["8B"], 128, 8192), ("1B on processors", CPU, 32, 2048)):
         shares = []
@@ -101,7 +101,7 @@ def draw_pipeline_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_data_parallelism() -> Any:
-    """60 conversations of 5 turns on four replicas: tokens that replicas find in their caches, and their loads."""
+    """Run 60 conversations of 5 turns on four replicas. Returns the tokens found in their caches, and their loads."""
     found = {}
     for policy in ("load", "prefix"):
         draw = random.Random(3)
@@ -166,7 +166,8 @@ def draw_data_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_expert_parallelism() -> Any:
-    """The load of the fullest of 8 ranks over the mean, for 64 experts whose loads fall like 1 / rank, shuffled."""
+    """Compute the load of the most loaded of 8 ranks, relative to the mean. The loads of the 64 experts are a shuffled
+    1 / n sequence."""
     draw = random.Random(4)
     loads = [1 / (place + 3) for place in range(64)]
     draw.shuffle(loads)
@@ -209,7 +210,8 @@ def draw_expert_parallelism(data: Any, figure: Figure) -> None:
 
 
 def measure_context_parallelism() -> Any:
-    """The query-key pairs that each of four ranks computes for a chunk of 1,024 tokens at 0 and at 3,072."""
+    """Count the query-key pairs that each of four ranks computes for a chunk of 1,024 tokens at positions 0 and
+    3,072."""
     found = {}
     for first in (0, 3072):
         stripes = [seen_pairs(first, 1024, 4, rank) for rank in range(4)]

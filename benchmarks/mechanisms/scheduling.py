@@ -18,7 +18,8 @@ ROWS = 8
 
 
 def measure_continuous_batching() -> Any:
-    """32 requests, with outputs of log-normal lengths, on 8 rows: admitted as rows become free, or in batches of 8."""
+    """Run 32 requests with outputs of log-normal lengths on 8 rows: admitted as rows become free, or in batches of
+    8."""
     draw = random.Random(1)
     outputs = [max(4, min(160, int(draw.lognormvariate(3.5, 0.9)))) for _ in range(32)]
     llm = engine(max_num_seqs=ROWS, enable_prefix_caching=False)
@@ -47,7 +48,7 @@ def draw_continuous_batching(data: Any, figure: Figure) -> None:
 
 
 def measure_chunked_prefill() -> Any:
-    """Six requests are generating when a prompt of 600 tokens arrives, with two step sizes."""
+    """Run six generating requests and a prompt of 600 tokens that arrives later, with two step sizes."""
     found = {}
     for budget in (1024, 64):
         llm = engine(max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=False)
@@ -72,7 +73,7 @@ def draw_chunked_prefill(data: Any, figure: Figure) -> None:
 
 
 def measure_scheduling_order() -> Any:
-    """Requests of three priorities on four rows, with a budget of 48 tokens in a step."""
+    """Run requests of three priorities on four rows, with a budget of 48 tokens per step."""
     llm = engine(max_num_seqs=4, max_num_batched_tokens=48, scheduling_policy="priority", enable_prefix_caching=False)
     requests = [
         Arrival(0, "A, priority 1", tokens(70, 1), 14, 1),
@@ -146,7 +147,7 @@ def draw_preemption(data: Any, figure: Figure) -> None:
 
 
 def measure_lora() -> Any:
-    """24 requests for 8 adapters, in turn, if a batch may have 1, 2, 4 or 8 adapters."""
+    """Run 24 requests for 8 adapters, with at most 1, 2, 4 or 8 adapters in a batch."""
     found = {}
     rhyme = find_adapter(LoRARequest("rhyme", lora_path="quire-demo/rhyme"))
     copies = [Adapter(f"rhyme-{i}", f"{rhyme.key}-{i}", rhyme.path) for i in range(8)]  # different keys: not the same
@@ -167,7 +168,7 @@ def draw_lora(data: Any, figure: Figure) -> None:
 
 
 def measure_engine_core() -> Any:
-    """The bytes of each step's message: 4 requests with prompts of 200 tokens, and one that arrives later."""
+    """Count the bytes of each step's message, for 4 requests with prompts of 200 tokens and one that arrives later."""
     sizes = list[list[int]]()
 
     def watch(parts: list[Part], step: Any) -> None:

@@ -1,4 +1,4 @@
-"""Quire on one workload.   python bench_quire.py CHECKPOINT WORKLOAD [engine flags]"""
+"""Runs Quire on one workload.   python bench_quire.py CHECKPOINT WORKLOAD [engine flags]"""
 
 import argparse
 

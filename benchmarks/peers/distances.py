@@ -31,7 +31,7 @@ def log_softmax(logits: Array) -> Array:
 
 @dataclass
 class Distances:
-    """The totals over all rows so far. divergences: the Kullback-Leibler divergence from the reference, in nats."""
+    """The results over all rows so far. divergences: the Kullback-Leibler divergences from the reference, in nats."""
 
     reference: Array  # logits [rows of all windows, vocab]
     divergences: list[float] = field(default_factory=list)
@@ -50,8 +50,8 @@ class Distances:
             at += 1
 
     def summary(self) -> dict[str, float]:
-        """The mean, its standard error and the maximum divergence; the share of rows with the reference's most likely
-        token; the perplexity of the texts.
+        """Return the mean divergence, its standard error and the maximum; the share of rows with the reference's most
+        likely token; and the perplexity of the texts.
         """
         values = np.array(self.divergences)
         return {

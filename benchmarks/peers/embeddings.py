@@ -1,4 +1,4 @@
-"""Other programs that embed the sentences of benchmarks/embeddings.py, which starts this script.
+"""Embeds the sentences of benchmarks/embeddings.py, which starts this script, with other programs.
 
     PYTHON peers/embeddings.py sentence-transformers|"ONNX Runtime"|OpenVINO MODEL SENTENCES
 

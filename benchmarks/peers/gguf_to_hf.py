@@ -3,7 +3,7 @@ GGUF.
 
     python gguf_to_hf.py FILE.gguf OUT
 
-Needs Quire, whose loader it uses. Tried with Llama's architecture.
+Needs Quire, since it uses Quire's loader. Tested with Llama's architecture.
 """
 
 import json

@@ -3,7 +3,7 @@
     python -m benchmarks.peers.kvpress_quality --gguf MODEL.gguf --file inputs.json --json kvpress.json
 
 It needs an environment with kvpress, transformers and gguf, but not Quire. A prompt is computed once without
-compression; each press then compresses the keys and values of all layers as its hooks would do.
+compression. Each press then compresses the keys and values of all layers in the same way as its hooks.
 """
 
 from __future__ import annotations

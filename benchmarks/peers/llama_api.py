@@ -1,5 +1,5 @@
-"""llama.cpp (package llama-cpp-python) or ik_llama.cpp (ik-llama-cpp-python) behind one small interface, depending on
-which one is installed.
+"""A small common interface for llama.cpp (package llama-cpp-python) and ik_llama.cpp (ik-llama-cpp-python), whichever
+is installed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ except ImportError:
 
 BATCH = 2048
 _log_callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_quiet = _log_callback(lambda level, text, user_data: None)  # it must outlive the library's use of it
-Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+_quiet = _log_callback(lambda level, text, user_data: None)  # must exist as long as the library uses it
+Row = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
 class Context:
@@ -57,7 +57,7 @@ class Context:
         self._batch = lc.llama_batch_init(BATCH, 0, sequences)
 
     def decode(self, rows: list[Row]) -> list[np.ndarray]:
-        """The logits of the requested rows, as views that are valid until the next call."""
+        """Return the logits of the requested rows, as views that are valid until the next call."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for j, (token, position, sequence, wanted) in enumerate(rows):

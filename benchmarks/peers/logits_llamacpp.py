@@ -1,4 +1,4 @@
-"""How far llama.cpp's or ik_llama.cpp's distributions are from the reference's, for ../divergence.py.
+"""Measures how far llama.cpp's or ik_llama.cpp's distributions are from the reference's, for ../divergence.py.
 
 python logits_llamacpp.py FILE.gguf WINDOWS.json REFERENCE.npy [THREADS]
 """

@@ -1,4 +1,4 @@
-"""How far Quire's distributions are from the reference's, for ../divergence.py.
+"""Measures how far Quire's distributions are from the reference's, for ../divergence.py.
 
 python logits_quire.py MODEL WINDOWS.json REFERENCE.npy [engine flags]
 """

@@ -1,4 +1,4 @@
-"""The reference of ../divergence.py: transformers in float32, with weights dequantized by the package gguf.
+"""Computes the reference of ../divergence.py: transformers in float32, with weights dequantized by the package gguf.
 
     python logits_transformers.py FILE.gguf WINDOWS.json OUT.npy [THREADS]
 

@@ -37,7 +37,7 @@ class Vllm:
         streams: int,
         adapters: list[str | None] | None = None,
     ) -> tuple[float, list[list[int]]]:
-        """The total seconds of all requests, and the token ids of each."""
+        """Return the total seconds of all requests, and the token ids of each."""
         order = {
             "prompts": prompts,
             "params": params,
@@ -68,7 +68,7 @@ def main(model: str, threads: str, options: str) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(threads) - 1}")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    openmp = Path(sys.prefix, "lib", "libiomp5.so")  # of intel-openmp; vLLM's worker warns that it is slow without
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")  # from intel-openmp; vLLM's worker is slow without it
     if openmp.exists():
         os.environ.setdefault("LD_PRELOAD", str(openmp))
     import vllm

@@ -153,11 +153,12 @@ class CacheBackend(ABC):
         bytes."""
 
     def of_role(self, role: str) -> "CacheBackend":
-        """The backend to which the entries of a role belong, see CacheEntry."""
+        """Return the backend to which the entries of a role belong, see CacheEntry."""
         return self
 
     def entry_bytes(self, role: str = "kv") -> int:
-        """The size of an entry (one layer's part of a block) in bytes, padded so that all entries are aligned."""
+        """Return the size of an entry (one layer's part of a block) in bytes, padded so that all entries are
+        aligned."""
         if (owner := self.of_role(role)) is not self:
             return owner.entry_bytes()
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize

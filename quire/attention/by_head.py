@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, Preparation, PreparingBackend, Scores, StepLayout
 
-# (queries [window, heads, head_dim], keys [tokens, kv_heads, head_dim], how many of the first of them are missing
-# [kv_heads], scale, soft cap) -> scores [kv_heads, tokens]
+# (queries [window, heads, head_dim], keys [tokens, kv_heads, head_dim], number of missing first keys [kv_heads], scale,
+# soft cap) -> scores [kv_heads, tokens]
 ScoreKeys = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 
 

@@ -1,7 +1,7 @@
 """Attention in chunks of the text (Llama 4): a query sees the keys of its own chunk only, up to its own position.
 
-The inner backend receives each chunk of a request as a separate request that begins at the chunk's first block. So this
-works with every backend, without any code for chunks in it.
+The inner backend receives each chunk of a request as a separate request that begins at the chunk's first block. So
+every backend works unchanged.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Cross-attention: a decoder's queries see all tokens of an encoder, which are stored in separate blocks.
 
-The inner backend receives each query as a separate request: as the last of as many tokens as the encoder has, so that
-causal attention lets it see all of them. So this works with every backend, without any code for it there.
+The inner backend receives each query as a separate request, whose query is the last of as many tokens as the encoder
+has. Causal attention then covers all of them, so every backend works unchanged.
 """
 
 import copy

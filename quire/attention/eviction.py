@@ -111,7 +111,8 @@ class PyramidKV(Eviction):
         budgets = torch.linspace(2 * num_blocks - last, last, layers, dtype=torch.float64, device=blocks.device)
         ends = budgets.cumsum(0).round().long()  # the sums are rounded, so that the differences have the right total
         wanted = torch.diff(ends, prepend=ends.new_zeros(1))
-        # A layer may have too few blocks left for its budget. Then the first of the other layers get more.
+        # A layer may have too few blocks left for its budget. Then the blocks that it cannot use go to the first of
+        # the other layers.
         held = torch.isneginf(blocks[:, 0]).logical_not().sum(-1)
         counts = torch.minimum(wanted, held)
         room = held - counts

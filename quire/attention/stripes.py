@@ -135,7 +135,8 @@ class StripedAttention(ContextAttention):
             ordered, order = class_of.sort(stable=True)
             starts = torch.searchsorted(ordered, borders)
             rows = borders[:-1] // classes
-            # The keys of the last query of each class. For an empty class at the front, this finds the zero.
+            # The keys of the last query of each class. An empty class before all others has the index -1, which is the
+            # padding (0).
             of_last = torch.nn.functional.pad(keys[order], (0, 1))[starts[1:] - 1]
             lengths = of_last * (starts.diff() > 0)
         inner = StepLayout(

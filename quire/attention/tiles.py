@@ -39,13 +39,12 @@ class Tiles:
 
 
 # By the kind of card, then by the largest size of a head. Compiled with Triton 3.9 for bfloat16, as (bytes of shared
-# memory, registers of a thread):
-#   few    8.0: 128 (72,192, 96), 256 (75,008, 128), 576 (56,576, 121)    12.0: 128 (38,144, 80), 256 (41,600, 96),
-#          9.0: 128 (72,192, 100), 256 (75,008, 132), 576 (93,696, 122)         576 (37,504, 159)
-#   many   8.0: 96 (37,120, 188), 128 (65,792, 220), 256 (69,760, 180), 576 (76,032, 173)
-#          9.0: 128 (98,560, 183), 256 (131,200, 233), 576 (76,032, 169)  10.0: 128 (99,104, 186), 256 (131,744, 254)
-#          12.0: 256 (69,760, 178), 576 (76,032, 178)
-# Tiles of latents with 64 rows did not fit into registers. On 9.0, prompts with 128 keys are slower by the time model.
+# memory, registers of a thread): few    8.0: 128 (72,192, 96), 256 (75,008, 128), 576 (56,576, 121)    12.0: 128
+# (38,144, 80), 256 (41,600, 96), 9.0: 128 (72,192, 100), 256 (75,008, 132), 576 (93,696, 122)         576 (37,504, 159)
+# many   8.0: 96 (37,120, 188), 128 (65,792, 220), 256 (69,760, 180), 576 (76,032, 173) 9.0: 128 (98,560, 183), 256
+# (131,200, 233), 576 (76,032, 169)  10.0: 128 (99,104, 186), 256 (131,744, 254) 12.0: 256 (69,760, 178), 576 (76,032,
+# 178) Tiles of latents with 64 rows did not fit into registers. On 9.0, prompts with 128 keys are slower according to
+# the time model.
 _SMALL_MEMORY = {  # 8.6, 8.9, 12.0, 12.1: 99 KiB
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),

@@ -22,7 +22,7 @@ _Array = NDArray[Any]
 def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Return the samples of each metric in milliseconds, from successful requests.
 
-    Outputs of one token, or that arrived in one piece, have no TPOT, since the times of their tokens are unknown.
+    Outputs that have one token or arrived in one piece have no TPOT, since the times of their tokens are unknown.
     """
     done = [o for o in outcomes if not o.error]
     return {

@@ -153,8 +153,8 @@ class _Cursor:
         return np.array(places, np.int64)
 
     def _lengths_at_once(self, count: int) -> npt.NDArray[np.int64]:
-        """The same without reading string by string, for a run of strings shorter than 256 bytes. Works only if no
-        other eight bytes between them look like a length."""
+        """Like `_lengths`, but without reading string by string, for a run of strings shorter than 256 bytes. Works
+        only if no other eight bytes between them look like a length."""
         chunk = self.data[self.position : self.position + _AT_ONCE]
         if len(chunk) < 8:
             return np.empty(0, np.int64)
@@ -210,7 +210,8 @@ _kept: dict[Path, tuple[dict[Path, _Identity], GgufFile]] = {}  # the files that
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the tensors of a file. If it is the first of several, the tensors of the others are included.
+    """Return the metadata and the tensors of a file. If it is the first of several, the tensors of the others are
+    included.
 
     A file that has not changed since it was read is not read again. Raises WeightError for files that are damaged or
     not supported.
@@ -254,7 +255,7 @@ def _read(path: Path, parts: dict[Path, _Identity]) -> GgufFile:
 
 
 def read_part(path: Path) -> GgufFile:
-    """The metadata and the tensors of one file. Raises WeightError."""
+    """Return the metadata and the tensors of one file. Raises WeightError."""
     try:
         with check_regular(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, _Cursor(data))
@@ -360,7 +361,7 @@ class Stored:
         return self.tensor.offset + ((self.expert or 0) * self._count + row) * self.tensor.row_bytes
 
     def rows(self, start: int, stop: int) -> Bytes:
-        """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""
+        """Return the bytes of the rows [start, stop): [stop - start, bytes of a row]"""
         total = self._count
         width = self.tensor.row_bytes
         if self.rotary_heads is not None:

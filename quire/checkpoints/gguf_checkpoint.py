@@ -32,7 +32,8 @@ class GgufCheckpoint(Checkpoint):
         self.names = names
 
     def linear_method(self) -> Callable[[str], LinearMethod]:
-        """The `method_of` of a `Builder`. All layers use the same method, which finds the type of each tensor."""
+        """Return the `method_of` of a `Builder`. All layers use the same method, which finds the type of each
+        tensor."""
         linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
         method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of, self._scale_of)
         return lambda name: method

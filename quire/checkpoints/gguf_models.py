@@ -67,7 +67,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
         config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
     if scaling := _rope_scaling(gguf, read):
         config["rope_scaling"] = scaling
-    # The metadata does not contain the query scale. The largest model of each of these families has a different one.
+    # The metadata does not contain the query scale, which is different in the largest model of each of these families.
     if arch in ("gemma2", "gemma3"):
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         heads = config["hidden_size"] // config["num_attention_heads"]

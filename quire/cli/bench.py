@@ -74,7 +74,7 @@ def _workload(arguments: argparse.Namespace) -> str:
 
 
 def _requests(arguments: argparse.Namespace, llm: "LLM") -> "list[BenchRequest]":
-    """The requests described by the flags. Raises ValueError for wrong flags."""
+    """Return the requests described by the flags. Raises ValueError for wrong flags."""
     import numpy as np
 
     from quire.bench.datasets import RandomPrompts

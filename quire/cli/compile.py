@@ -63,7 +63,7 @@ def _target(text: str) -> str:
 
 
 def _card(target: str) -> Card:
-    """The card of a target: "sm_90", or "sm_90:114" for one with 114 processors."""
+    """Return the card of a target: "sm_90", or "sm_90:114" for one with 114 processors."""
     name, _, processors = target.partition(":")
     if name not in CARDS:
         raise argparse.ArgumentTypeError(f"unknown target {name!r}; known are: {', '.join(CARDS)}")

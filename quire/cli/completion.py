@@ -37,7 +37,7 @@ def complete(build_parser: Callable[[str | None], argparse.ArgumentParser]) -> N
 
 
 def models(prefix: str, **_: Any) -> list[str]:
-    """The models that can be named: those in the hub's cache, short names, files and folders."""
+    """Return the models that can be named: those in the hub's cache, short names, files and folders."""
     from argcomplete.completers import FilesCompleter
 
     from quire.cli.models.cache import cache_folder

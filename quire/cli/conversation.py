@@ -28,7 +28,7 @@ def save(path: Path, messages: Messages, options: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> tuple[Messages, dict[str, Any]]:
-    """The messages and sampling parameters in a file. Raises ValueError and OSError."""
+    """Return the messages and sampling parameters in a file. Raises ValueError and OSError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

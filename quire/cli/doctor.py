@@ -96,7 +96,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _checks(measures: bool) -> "dict[str, Check]":
-    """All checks by name, in the order of the table. measures: whether to measure the machine."""
+    """Return all checks by name, in the order of the table. measures: whether to measure the machine."""
     from quire.cli.checks import folders, gpu, memory, network, processor, software, speed, system, threads
 
     return {

@@ -97,7 +97,7 @@ def _reader(name: str) -> Any:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options given in a file or as flags, for `LLM(model, **options)`.
+    """Return the engine options given in a file or as flags, for `LLM(model, **options)`.
 
     If only the file contains a model, it is written to `arguments.model`. A short name is replaced with the
     repository's name and stored in `arguments.short_name`. The name of a created model is replaced with its source and
@@ -118,7 +118,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The server options given in a file or as flags, for `ServerConfig.create(**options)`.
+    """Return the server options given in a file or as flags, for `ServerConfig.create(**options)`.
 
     If `engine_options` has resolved a short name or a created model, the server gets it as a second name, unless other
     names are set.
@@ -133,7 +133,7 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def option_of(dest: str) -> str:
-    """The option's name in config.py, or the name of the command's own argument, that is stored in
+    """Return the option's name in config.py, or the name of the command's own argument, that is stored in
     argparse's `dest`.
     """
     return dest.removeprefix(_DEST)
@@ -146,7 +146,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The options in a YAML file. Its keys are the names of flags, with dashes or underscores."""
+    """Return the options in a YAML file. Its keys are the names of flags, with dashes or underscores."""
     import yaml
 
     try:

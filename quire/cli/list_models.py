@@ -85,7 +85,7 @@ def _line(model: "CachedModel") -> Line:
 
 
 def _created(model: CreatedModel) -> Line:
-    """A model created by a client of Ollama's API. Without its own GGUF file, it takes no disk space."""
+    """Return a model created by a client of Ollama's API. Without its own GGUF file, it takes no disk space."""
     file = Path(model.base or "")
     size = file.stat().st_size if file.suffix == ".gguf" and file.is_file() else 0
     made = datetime.fromtimestamp(model.created, UTC).isoformat(timespec="seconds")
@@ -93,7 +93,7 @@ def _created(model: CreatedModel) -> Line:
 
 
 def _as_text(lines: list[Line]) -> str:
-    """A table or, on a terminal that is too narrow for it, two lines for each model."""
+    """Return a table or, on a terminal that is too narrow for it, two lines for each model."""
     from quire.cli.models.report import table, title
     from quire.cli.models.words import age_text, count_text, size_text
 

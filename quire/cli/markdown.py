@@ -39,12 +39,12 @@ class MarkdownWriter:
         self._parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 100}).enable(["strikethrough", "table"])
         self._parser.disable("reference")  # the addresses of links come last, when the links are drawn already
         self._source = ""  # from the last block's beginning
-        self._lines: list[str] = []  # what is drawn of that; the cursor is at the end of its last line
+        self._lines: list[str] = []  # its drawn lines; the cursor is at the end of the last one
         self._columns = size().columns
         self._due = 0.0
 
     def feed(self, text: str) -> str:
-        """The characters to write to the terminal for the next piece of text.
+        """Return the characters to write to the terminal for the next piece of text.
 
         Some pieces only become visible with a later one or with `finish`.
         """
@@ -59,7 +59,7 @@ class MarkdownWriter:
         return written
 
     def finish(self) -> str:
-        """The characters to write at the end of the text."""
+        """Return the characters to write at the end of the text."""
         return self._draw()
 
     def _draw(self) -> str:
@@ -99,7 +99,8 @@ class MarkdownWriter:
         return ("\n" if self._lines else "") + "\n".join(lines)
 
     def _render(self, tokens: "list[Token]", source: list[str]) -> list[str]:
-        """The lines of one block, without surrounding blank lines. Text that Markdown would hide is shown as written.
+        """Return the lines of one block, without surrounding blank lines. Text that Markdown would hide is shown as
+        written.
 
         source: the lines of the text.
         """
@@ -158,7 +159,7 @@ def _adapt(token: "Token") -> "Token":
 
 
 def _join(parts: Iterable[list[str]]) -> list[str]:
-    """The lines of blocks, separated by blank lines."""
+    """Return the lines of blocks, separated by blank lines."""
     lines: list[str] = []
     for part in parts:
         lines += ["", *part] if lines and part else part

@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
 
     def _normalized(self, given: list[str]) -> list[str]:
-        """The arguments in the forms that argparse understands."""
+        """Return the arguments in the forms that argparse understands."""
         result: list[str] = []
         objects: dict[str, dict[str, Any]] = {}  # by flag
         while given and given[0] != "--":
@@ -127,7 +127,8 @@ class Parser(argparse.ArgumentParser):
         return result + given
 
     def _action(self, flag: str) -> argparse.Action | None:
-        """The action of the flag, or None if it is unknown. Adds the flag to the parser if it is a vLLM option."""
+        """Return the action of the flag, or None if it is unknown. Adds the flag to the parser if it is a vLLM
+        option."""
         if not flag.startswith("-"):
             return None
         if flag not in self._option_string_actions and self.takes_engine_options:
@@ -151,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _value(text: str) -> Any:
-    """The value of a vLLM option: JSON or a Python constant if the text is valid as such, otherwise the text."""
+    """Return the value of a vLLM option: JSON or a Python constant if the text is valid as such, otherwise the text."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     try:

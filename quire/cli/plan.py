@@ -108,8 +108,8 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _task(arguments: argparse.Namespace, options: dict[str, Any]) -> "tuple[Task, int]":
-    """Everything that the simulation depends on, and the number of devices. Raises ValueError for flags that cannot be
-    combined.
+    """Return everything that the simulation depends on, and the number of devices. Raises ValueError for flags that
+    cannot be combined.
     """
     from quire.bench.slo import parse
     from quire.planner.devices import parse_devices

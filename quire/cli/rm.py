@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cached_name(given: str, cached: list[str]) -> str:
-    """The name in the cache of the model given by the user. Raises ValueError if it is not a cached model."""
+    """Return the name in the cache of the model given by the user. Raises ValueError if it is not a cached model."""
     if given.partition(":")[0] in cached:
         return given
     if given == BUNDLED:

@@ -89,8 +89,8 @@ def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, so
             engine_config = EngineConfig.create(model=model, **options)
             core = CoreClient(*with_files(engine_config))
             try:
-                # Imported here, since importing takes a while, in which the core's process imports torch and loads the
-                # model.
+                # Imported here, since importing takes a while. Meanwhile, the core's process imports torch and loads
+                # the model.
                 from quire.server.batch import run
 
                 run(core, config, files)
@@ -111,7 +111,7 @@ def _is_url(name: str) -> bool:
 
 
 def _file_for(url: str, folder: Path | None) -> Path:
-    """The file for the responses, which are uploaded to a URL at the end. The file is the same for each run."""
+    """Return the file for the responses, which are uploaded to a URL at the end. The file is the same for each run."""
     folder = folder or state_folder()
     if folder is None:
         raise ValueError("a user without a home needs --output-tmp-dir for an output URL")

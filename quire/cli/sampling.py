@@ -39,7 +39,7 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> N
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of the flags of `add_text_flags`, for `SamplingParams(**options)`. Raises ValueError."""
+    """Return the values of the flags of `add_text_flags`, for `SamplingParams(**options)`. Raises ValueError."""
     given = {name: getattr(arguments, name) for name in PARAMETERS if getattr(arguments, name) is not None}
     options = {"max_tokens": None, "ignore_eos": arguments.ignore_eos, **given}
     SamplingParams(**options)

@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def server_config(arguments: argparse.Namespace) -> ServerConfig:
-    """The server's options, with the API key from the environment if they contain none. This also sets the log format
-    from the options.
+    """Return the server's options, with the API key from the environment if they contain none. This also sets the log
+    format from the options.
 
     The API key is the only option that can be set by the environment: every user of the machine can read command lines.
     """

@@ -100,7 +100,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _copy_to_host(self, func: Any, args: Any, kwargs: Any, target: torch.device | None) -> Any:
-        """The result of an operation that copies values to the host: zeros. None for any other operation."""
+        """Return the result of an operation that copies values to the host: zeros. None for any other operation."""
         aten = torch.ops.aten
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
@@ -301,7 +301,7 @@ def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> 
 
     device = device or SimulatedGpu(card)
     run = JITFunction.run
-    operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
+    operations = _Operations(device)  # created first: this imports parts of torch that check torch.cuda
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]

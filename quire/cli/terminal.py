@@ -32,7 +32,7 @@ class Wrapper:
         self._word_columns = 0
 
     def feed(self, text: str) -> str:
-        """The characters to write to the terminal for the next piece of text."""
+        """Return the characters to write to the terminal for the next piece of text."""
         return "".join(map(self._place, text))
 
     def _place(self, character: str) -> str:
@@ -73,7 +73,7 @@ class Wrapper:
 
 
 def _columns(character: str) -> int:
-    """The number of terminal columns that a character occupies."""
+    """Return the number of terminal columns that a character occupies."""
     if character < "\u0300":
         return 1
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
@@ -99,7 +99,7 @@ class Terminal:
         self._line_was_empty = True
 
     def message(self) -> str | None:
-        """The next message or command, or None at the end of the input.
+        """Return the next message or command, or None at the end of the input.
 
         Several lines form one message if they are between triple quotes, end with backslashes, or are pasted.
         """

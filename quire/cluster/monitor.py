@@ -1,4 +1,4 @@
-"""Connections that failed before the peer proved knowledge of the secret."""
+"""Monitors sockets for connections that fail before the peer has proved that it knows the secret."""
 
 import time
 from typing import Any
@@ -16,8 +16,8 @@ HANDSHAKE_FAILED = (
 
 
 class FailedHandshakes:
-    """The failed handshakes of a socket. Its own `socket` is readable after a failure. least: the number of failures
-    after which a line is logged."""
+    """Logs failed handshakes of a socket. `socket` becomes readable after a failure. least: the number of failures
+    before the first line is logged."""
 
     _events = HANDSHAKE_FAILED
 
@@ -30,7 +30,7 @@ class FailedHandshakes:
         self._logged_at = float("-inf")
 
     def report(self, text: str, *details: object) -> None:
-        """Write a line to the log for the failures since the last call, but not too often."""
+        """Log a warning if handshakes have failed since the last call, at most once in _REPEAT_SECONDS."""
         count_before = self._count
         while self.socket.poll(0):
             message = recv_monitor_message(self.socket)
@@ -49,8 +49,8 @@ class FailedHandshakes:
 
 
 class Connections(FailedHandshakes):
-    """The connections of a socket that listens, those included that have not proven to know the secret, and its failed
-    handshakes. Its own `socket` is readable when either has changed."""
+    """Counts the connections of a listening socket, including those still in their handshake, and logs failed
+    handshakes. `socket` becomes readable after each change."""
 
     _events = HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
@@ -60,7 +60,7 @@ class Connections(FailedHandshakes):
 
     @property
     def count(self) -> int:
-        """As of the last report."""
+        """The number of open connections at the last `report`."""
         return len(self._open)
 
     def _is_failure(self, event: int, value: int) -> bool:

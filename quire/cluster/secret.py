@@ -1,8 +1,8 @@
 """The secret that the machines of a cluster share, and the sockets between them: ZeroMQ with CURVE, which encrypts
 everything and rejects peers without the secret.
 
-Both ends derive the same two pairs of Curve25519 keys from the secret, one for the ends that listen and one for those
-that connect. A client must know the public key of the server, and prove that it has the private key of the client.
+Both ends derive the same two pairs of Curve25519 keys from the secret: one for servers and one for clients. A client
+must know the server's public key and prove that it has the client's private key.
 """
 
 import hmac
@@ -74,8 +74,8 @@ class ClusterSecret:
     def listen(self, socket: "zmq.Socket[Any]", host: str, port: int = 0, most_bytes: int | None = None) -> str:
         """Bind a socket to an address of this machine. Returns its address, such as tcp://10.0.0.1:29501.
 
-        There must be an open `Admission` or `Gate` for the socket's context. port: 0 for any. most_bytes: of a frame; a
-        peer that sends a longer one loses its connection. Raises OSError.
+        The socket's context must have an open `Admission` or `Gate`. port: 0 for any free port. most_bytes: the longest
+        allowed frame; a peer that sends a longer one loses its connection. Raises OSError.
         """
         _set_options(socket, ":" in host, most_bytes)
         socket.curve_publickey, socket.curve_secretkey = self._server
@@ -85,7 +85,7 @@ class ClusterSecret:
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, socket: "zmq.Socket[Any]", address: str, most_bytes: int | None = None) -> None:
-        """Connect a socket to an address of the form that `listen` returns."""
+        """Connect a socket to an address in the format that `listen` returns."""
         _set_options(socket, "[" in address, most_bytes)
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]
@@ -97,8 +97,8 @@ class ClusterSecret:
 
 
 class Gate:
-    """Where libzmq asks whether a client may connect to a socket that listens with a secret. Make it for the sockets'
-    context, before they are bound. Its `socket` is readable when there is a question; the owner must answer soon."""
+    """Decides which clients may connect to the secured sockets of a context. Create it before those sockets are bound.
+    `socket` becomes readable when libzmq asks about a client; the owner must then call `answer` soon."""
 
     def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
         self._secret = secret
@@ -107,7 +107,8 @@ class Gate:
         self.socket.bind(_ADDRESS_OF_GATE)
 
     def answer(self, question: Sequence[bytes], has_room: bool = True) -> bool:
-        """Admit the client if it knows the secret and the server has room. Returns False if only room was missing."""
+        """Admit the client if it knows the secret and there is room. Returns False if it knows the secret but there is
+        no room."""
         # version, request id, domain, address, identity, mechanism, credentials
         knows = len(question) == 7 and question[5] == b"CURVE" and self._secret.admits(question[6])
         status = REFUSED if not knows else ADMITTED if has_room else FULL
@@ -116,7 +117,7 @@ class Gate:
 
 
 class Admission:
-    """A `Gate` with a thread of its own, which admits all clients that know the secret until it is closed."""
+    """A `Gate` with its own thread, which admits all clients that know the secret until it is closed."""
 
     def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
         self._context = context

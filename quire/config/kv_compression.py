@@ -42,7 +42,7 @@ class KVCompressionOptions:
         return read_object("kv_compression", given, cls)
 
     def fewest_blocks(self, num_tokens: int, block_size: int) -> int:
-        """The minimum number of full blocks that each head keeps: those for its sinks and its window."""
+        """Return the minimum number of full blocks that each head keeps: those for its sinks and its window."""
         return -(-(self.sinks + max(0, self.window - num_tokens % block_size)) // block_size)
 
     def kept_blocks(self, num_tokens: int, block_size: int, ratio: float | None = None) -> int | None:

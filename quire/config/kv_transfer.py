@@ -11,7 +11,8 @@ from msgspec import Meta
 from quire.config.declaration import ConfigError, read_object
 
 Connector = Literal["QuireConnector", "NixlConnector", "P2pNcclConnector", "SharedMemoryConnector", "TcpConnector"]
-# vLLM's names of connectors with the same function as Quire's, and their transports; none: any that both ends support.
+# vLLM's names of connectors with the same function as Quire's, and their transports. Without a transport, any that both
+# ends support is used.
 CONNECTORS: dict[Connector, tuple[str, ...]] = {
     "QuireConnector": (),
     "NixlConnector": ("nixl",),
@@ -40,7 +41,7 @@ class TransferExtras:
 
     @cached_property
     def networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network] | None:
-        """Those of the producers."""
+        """The networks of the producers."""
         return None if self.producers is None else [ipaddress.ip_network(network) for network in self.producers]
 
 

@@ -156,12 +156,12 @@ def _merge_overrides(result: dict[str, Any], implied: dict[str, Any]) -> None:
 
 
 def _implied(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return the options that a value of an option sets, {} for a value that sets none; None if other tables apply to
-    it."""
+    """Return the other options that this value of an option sets: {} if it sets none, None if other tables treat the
+    option."""
     of_values = IMPLIED.get(name, {})
     try:
         found = of_values.get(value)
-    except TypeError:  # it is not hashable, and so is none of them
+    except TypeError:  # an unhashable value is none of the listed ones
         found = None
     return {} if found is None and of_values and name not in NOT_SUPPORTED and name not in NO_EFFECT else found
 

@@ -34,9 +34,9 @@ def _short(block_hash: bytes) -> int:
 class KVEvents:
     """A BlockListener that collects events, and sends them when `publish` is called, once per step.
 
-    Events of a model with one KV group name no group. With several, each group has its own events, with its number,
-    kind and window. Group 0 stores the most tokens: the cached prefix of a prompt is at most as long as its prefix in
-    group 0.
+    If a model has only one KV group, its events do not name the group. With several, each group has its own events,
+    with its number, kind and window. Group 0 stores the most tokens: the cached prefix of a prompt is at most as long
+    as its prefix in group 0.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class LLMEngine:
         )
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of unfinished sequences. A request counts as up to n of them."""
+        """Return the number of unfinished sequences. A request has up to n of them."""
         return self._llm.output_processor.num_unfinished
 
     def has_unfinished_requests(self) -> bool:

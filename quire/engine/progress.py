@@ -57,8 +57,8 @@ class Progress:
         self.since = None
 
     def allow(self, seconds: float) -> None:
-        """Extend the limit by time this replica spent outside steps: other replicas may do the same while this one
-        waits for them in a step."""
+        """Count a time that this replica spent outside steps as a possible duration of a step: other replicas may spend
+        as much while this one waits for them in a step."""
         self.longest = max(self.longest, seconds)
 
 

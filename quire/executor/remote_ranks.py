@@ -37,7 +37,7 @@ class RemoteRanks(Ranks):
 class Agents:
     """The agents of an executor's machines. They join here, start their ranks at once, and forward the ranks' messages.
 
-    The executor has failed when one of them is lost.
+    If one of them is lost, the executor has failed.
     """
 
     def __init__(

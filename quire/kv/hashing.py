@@ -10,7 +10,7 @@ from quire.messages.engine import EngineCoreRequest
 
 
 def hash_root(fingerprint: str) -> bytes:
-    """The parent of every first block, 32 bytes.
+    """Return the parent of every first block, 32 bytes.
 
     fingerprint: everything except the tokens that determines a block's bytes, such as the model, the types and the
     layout. Engines with equal fingerprints may exchange blocks.

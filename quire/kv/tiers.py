@@ -36,7 +36,7 @@ class Tier(ABC):
 
     @abstractmethod
     def ended(self, transfer: Transfer, failed: frozenset[int]) -> None:
-        """A transfer of this tier has ended. failed: the indices of the blocks that were not copied."""
+        """Called when a transfer of this tier has ended. failed: the indices of the blocks that were not copied."""
 
 
 class MemoryTier(Tier):

@@ -166,7 +166,7 @@ class OwnTokens(SortedTokens):
     """Tokens sorted by expert. Those of experts on other ranks (with the index after the last one) come last, and their
     results are zeros.
 
-    On a GPU, the number of rows does not depend on how many these are, so the host does not have to wait for it.
+    On a GPU, they keep their rows. So the number of rows is known in advance, and the host need not wait for it.
     """
 
     def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor | None, bounds: Tensor) -> None:

@@ -41,7 +41,7 @@ class GroupedExperts:
         self.bias = None
 
     def tensors_of(self, expert: int) -> list[Tensor]:
-        """All that this rank has of one of its experts."""
+        """Return all tensors of one of this rank's experts."""
         return [self.weight[expert], *([] if self.bias is None else [self.bias[expert]])]
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class SeparateExperts:
         self.bias = None
 
     def tensors_of(self, expert: int) -> list[Tensor]:
-        """All that this rank has of one of its experts."""
+        """Return all tensors of one of this rank's experts."""
         bias = [] if self.bias is None else [self.bias[expert]]
         if self.joined is None:
             return [*_tensors(self.weights[expert]), *bias]
@@ -221,7 +221,7 @@ def _packed_experts(
 
 
 def _tensors(weight: object) -> list[Tensor]:
-    """The tensors of a weight, in the order of its attributes."""
+    """Return the tensors of a weight, in the order of its attributes."""
     if isinstance(weight, Tensor):
         return [weight]
     parts: list[object] = []

@@ -44,7 +44,7 @@ class LinearWeight(ABC):
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
 
     def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Like a call, but in float32 where that costs nothing in the kernel."""
+        """Like `__call__`, but in float32 if this does not slow down the kernel."""
         return self(x, bias)
 
     @abstractmethod

@@ -66,7 +66,8 @@ def _tensors(weights: Path) -> dict[str, Any]:
         raise ValueError(f"{weights} cannot be read: {error_text(error)}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise ValueError(f"{weights} cannot be read: it is no table of tensors")
-    # A tensor may repeat few numbers with strides of 0, and would take its full memory when it is converted.
+    # With strides of 0, a tensor may be much larger than its part of the file, and takes its full memory when it is
+    # converted.
     size = sum(4 * tensor.numel() for tensor in tensors.values() if isinstance(tensor, Tensor))
     if size > 8 * weights.stat().st_size:
         raise ValueError(f"{weights} cannot be read: its tensors are {size >> 20:,} MiB, much more than the file")

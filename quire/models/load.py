@@ -177,7 +177,7 @@ def _load_decoder(wanted: _Wanted) -> Model:
 def _fill(wanted: _Wanted, model: Decoder, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]) -> None:
     """Fill a model's parameters from the checkpoint, or from the packed weights that an earlier start has cached.
 
-    elsewhere: tensors that only other ranks need.
+    elsewhere: the tensors that only other ranks need.
     """
     spec = model.spec
     tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()

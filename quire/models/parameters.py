@@ -43,8 +43,8 @@ class Parameters:
     """The numbers of a model's parameters.
 
     embedding: the table of token vectors. A token reads one row of it, or all rows if it is also the output layer
-    (tied). head: a separate output layer. experts: the parameters of all experts. chosen: of the experts that one token
-    uses. rest: all others, which every token uses.
+    (tied). head: a separate output layer. experts: the parameters of all experts. chosen: those of the experts that one
+    token uses. rest: all others, which every token uses.
     """
 
     embedding: int
@@ -60,12 +60,12 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """The parameters that one token uses."""
+        """The number of parameters that one token uses."""
         return self.total - self.experts + self.chosen
 
     @property
     def output(self) -> int:
-        """The parameters of the output layer, tied or not."""
+        """The number of parameters of the output layer, tied or not."""
         return self.embedding if self.tied else self.head
 
 

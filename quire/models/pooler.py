@@ -47,8 +47,8 @@ class Pooler:
     """See PoolerSpec. Its layers are whole on every rank."""
 
     def __init__(self, builder: Builder, spec: PoolerSpec, directory: Path | None) -> None:
-        """builder: of the model, whose checkpoint has the layers without a folder. directory: has the other layers'
-        folders; None for random weights."""
+        """builder: the model's. Its checkpoint contains the layers without a folder of their own. directory: contains
+        the folders of the other layers; None for random weights."""
         self.spec = spec
 
         def made(layers: Sequence[DenseSpec]) -> list[Dense]:

@@ -163,7 +163,8 @@ def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path
 
 
 def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["identity", "sigmoid", "softmax"]:
-    """Return the activation in sentence-transformers' files, else by the problem type; rewards are not bounded."""
+    """Return the activation that sentence-transformers' files name, or else the one for the problem type. Rewards are
+    not bounded."""
     given = (config.get("sentence_transformers") or {}).get("activation_fn") or config.get(
         "sbert_ce_default_activation"
     )
@@ -178,7 +179,7 @@ def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["iden
 
 
 def _vocabulary_head(config: HfConfig, spec: DecoderSpec) -> tuple[DenseSpec, ...]:
-    """The head for masked tokens, with the activation of SPLADE: log(1 + relu(logits)) (arXiv:2109.10086)."""
+    """Return the head for masked tokens, with the activation of SPLADE: log(1 + relu(logits)) (arXiv:2109.10086)."""
     hidden = spec.hidden_size
     table = str(spec.names["embedding"])
     names = str(config["architectures"][0])

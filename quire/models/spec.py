@@ -47,7 +47,7 @@ class DecoderSpec:
     has no logits. chunks: for each layer, the tokens of a chunk of the text; a query attends only within its chunk
     (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
-    head uses the embedding table; None if only checkpoints without a head do.
+    head uses the embedding table; None if it does only in checkpoints without a head.
     """
 
     vocab_size: int

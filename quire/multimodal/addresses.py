@@ -6,7 +6,8 @@ registries (tests compare them), IPv4 addresses within IPv6, and the addresses o
 
 import ipaddress
 
-# Of IPv4: everything else is public. The last one is Azure's; other clouds use 169.254.169.254 and 100.100.100.200.
+# The private networks of IPv4; all others are public. The last one is Azure's; other clouds use 169.254.169.254 and
+# 100.100.100.200.
 _PRIVATE_4 = """
     0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24
     192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24

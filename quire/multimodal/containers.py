@@ -1,6 +1,6 @@
 """Videos and sounds in the containers MP4 (with M4A and MOV), WebM (Matroska) and AVI, decoded by FFmpeg through PyAV.
 
-The first bytes of the data select FFmpeg's demuxer: some of its other demuxers open further files.
+The first bytes of the data select FFmpeg's demuxer. FFmpeg does not select it, since some demuxers open further files.
 """
 
 from bisect import bisect_right

@@ -88,7 +88,7 @@ class _Stderr(io.TextIOBase):
         *lines, self._rest = (self._rest + text).split("\n")
         for line in filter(str.strip, lines):
             record = logging.LogRecord("stderr", logging.INFO, "", 0, line, None, None)
-            # Not through the handler, which prints its own errors here.
+            # Not by handler.emit: the handler prints its own errors to standard error, which is this object.
             self._handler.stream.write(self._handler.format(record) + "\n")
         return len(text)
 

@@ -42,8 +42,8 @@ class Implementation:
     invariant_on: tuple[str, ...]
 
     def suits(self, target: Target) -> bool:
-        """Return whether it supports the target, and computes rows independently of each other if the target requires
-        that."""
+        """Return whether this implementation supports the target, and computes rows independently if the target
+        requires that."""
         invariant = not target.batch_invariant or target.device.type in self.invariant_on
         return invariant and self.supports(target)
 

@@ -246,7 +246,8 @@ def backend(kind: str, ranks: int) -> str:
     """Return torch's name of the collectives that `ranks` ranks use on devices of this kind.
 
     If each rank has a GPU of its own, NCCL exchanges tensors between GPUs. It cannot share a GPU, so ranks on the same
-    GPU exchange tensors through the host, with Gloo. Numbers that the ranks agree on are on CPUs, and always use Gloo.
+    GPU exchange tensors through the host, with Gloo. Numbers on which the ranks agree are in CPU memory, so they always
+    use Gloo.
     """
     if kind == "cuda" and torch.cuda.device_count() >= ranks and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"

@@ -23,10 +23,12 @@ def answer_parser(
 ) -> Parser | None:
     """Return the parser of one answer, None if all of its text is content.
 
-    reasoning, tools: names in REASONING and TOOLS, None to skip the search for reasoning or tool calls definitions: the
-    request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt tool_choice: as in the request; "none"
-    disables calls is_constrained: a grammar constrains the text after the thinking, starting only at the end marker
-    is_promoted: ReasoningFormat.is_promoted of the request
+    reasoning, tools: names in REASONING and TOOLS, None to skip the search for reasoning or tool calls.
+    definitions: the request's tools.
+    starts_in_thinking: ReasoningFormat.is_open of the prompt.
+    tool_choice: as in the request; "none" disables calls.
+    is_constrained: a grammar constrains the text after the thinking, starting only at the end marker.
+    is_promoted: ReasoningFormat.is_promoted of the request.
     """
     thinking = REASONING[reasoning] if reasoning else None
     calls = TOOLS[tools] if tools and tool_choice == "auto" else None

@@ -32,26 +32,29 @@ _OTHER_KEYS = ("type", "id")
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes tool calls.
 
-    begin, end: markers around a call. sections: markers before the first of several calls bare: the characters that
-    start a call without a marker, at the beginning of the answer or after a text in `leads` leads: texts in the content
-    after which a call may start without a marker fences: texts before JSON objects, or including their beginnings; such
-    an object, also at the beginning of the answer, is a call if it names a function of the request
-    noise: special tokens that are not content
-    echoes: the model may repeat the text of a call after it, and end it with another `end` marker body: reads a call,
-    starting after the `begin` marker
-    header: for some bodies, the text between the marker and the arguments: a pattern with the groups "name" and "id"
-    parameter: for the body `tagged`: the marker before a parameter's name, those after it, those after the value
-    tells_strings: a parameter's name is followed by string="true" or "false", or nothing, which means "false" wrappers:
-    parameters in which the model may write all arguments as an object, if the function has no such parameter ids: the
-    form of the ids that the chat template needs, with {name} and {index}; "" if any will do sign: text that identifies
-    the format in a chat template, if there are no markers or other formats share them needs_special_tokens: the markers
-    may be special tokens, which must not be skipped in the text whole: reads whole answers instead of `read_calls`, for
-    a format that combines reasoning and calls names, arguments: for JSON: the keys of a call's name and arguments.
-    Without names, a call is {name: arguments} key: for the body `annotated_call`: the text after the marker before a
-    parameter: a pattern with the group "name", and "type" if the model writes the value's type
-    is_escaped: for the body `annotated_call`: values contain XML entities quote: for the body `braced_call`: the marker
-    before and after strings is_suffixed: checkpoints may append a suffix to the names of their markers, as in
-    <tool_call:abc>
+    begin, end: markers around a call.
+    sections: markers before the first of several calls.
+    bare: the characters that start a call without a marker, at the beginning of the answer or after a text in `leads`.
+    leads: texts in the content after which a call may start without a marker.
+    fences: texts before JSON objects, or including their beginnings; such an object, also at the beginning of the
+        answer, is a call if it names a function of the request.
+    noise: special tokens that are not content.
+    echoes: the model may repeat the text of a call after it, and end it with another `end` marker.
+    body: reads a call, starting after the `begin` marker.
+    header: for some bodies, the text between the marker and the arguments: a pattern with the groups "name" and "id".
+    parameter: for the body `tagged`: the marker before a parameter's name, those after it, those after the value.
+    tells_strings: a parameter's name is followed by string="true" or "false", or nothing, which means "false".
+    wrappers: parameters in which the model may write all arguments as an object, if the function has no such parameter.
+    ids: the form of the ids that the chat template needs, with {name} and {index}; "" if any will do.
+    sign: text that identifies the format in a chat template, if there are no markers or other formats share them.
+    needs_special_tokens: the markers may be special tokens, which must not be skipped in the text.
+    whole: reads whole answers instead of `read_calls`, for a format that combines reasoning and calls.
+    names, arguments: for JSON: the keys of a call's name and arguments. Without names, a call is {name: arguments}.
+    key: for the body `annotated_call`: the text after the marker before a parameter: a pattern with the group "name",
+        and "type" if the model writes the value's type.
+    is_escaped: for the body `annotated_call`: values contain XML entities.
+    quote: for the body `braced_call`: the marker before and after strings.
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <tool_call:abc>.
     """
 
     body: "Callable[[Reader, ToolFormat, Types], Steps[None]] | None" = None
@@ -79,7 +82,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     is_suffixed: bool = False
 
     def make(self, tools: Sequence[Mapping[str, Any]] = (), noise: tuple[str, ...] = ()) -> Parser:
-        """A parser of one answer.
+        """Return a parser of one answer.
 
         tools: the request's definitions, whose types decide how some values are read. noise: further noise tokens
         """
@@ -219,7 +222,7 @@ class _JSONCall:
                 is_complete = yield from self._read_name()
             elif self._is_bare and key not in _OTHER_KEYS and not self._has_begun:
                 reader.give_up()
-                return (yield from reader.value(reader.content, depth=1)) and False  # what is in it is no call either
+                return (yield from reader.value(reader.content, depth=1)) and False  # no call inside it either
             else:
                 is_complete = (yield from reader.whole_value())[1]
             if not is_complete:

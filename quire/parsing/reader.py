@@ -65,7 +65,7 @@ class Reader:
         self.events.append(Content(text))
 
     def hold(self, marker: str, is_attempt: bool) -> None:
-        """Holds back a marker, and, if it is an attempt, what is read from here on."""
+        """Holds back a marker and, if it begins an attempt, all text that is read after it."""
         self._held = self._held or []
         self._held.append(marker)
         self.is_attempt = is_attempt

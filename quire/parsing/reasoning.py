@@ -20,19 +20,23 @@ _BEFORE_START = ("", "\n", "\n\n", " ")
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models marks its thinking.
 
-    start, end: markers around it; if there are several spellings, the usual one comes first starts_inside: the answer
-    begins within thinking, unless the prompt's end shows otherwise starts_anywhere: thinking may also begin within the
-    answer closing: the text that ends thinking when its budget is used up; "" if it is end[0] implicit_ends: the
-    beginnings of tool calls, which end the thinking without its marker. Formats with them also drop misplaced markers:
-    a start within thinking, and an end outside of thinking and calls
-    ends_for_tools: implicit_ends end the thinking only if the request has tools
-    trims: white space at the end of the thinking is dropped on_lines: a line break next to a marker belongs to the
-    marker wrapper: markers around the answer, which are dropped promotes: if the request's chat_template_kwargs set
-    force_nonempty_content, thinking without an answer also becomes the answer
-    needs_special_tokens: the markers are special tokens, which must not be skipped in the text whole: reads whole
-    answers, for a format that combines reasoning and calls sign: text that identifies the format in a chat template, if
-    the template does not contain the exact markers filter: changes the thinking and the content is_suffixed:
-    checkpoints may append a suffix to the names of their markers, as in <think:abc>
+    start, end: markers around it; if there are several spellings, the usual one comes first.
+    starts_inside: the answer begins within thinking, unless the prompt's end shows otherwise.
+    starts_anywhere: thinking may also begin within the answer.
+    closing: the text that ends thinking when its budget is used up; "" if it is end[0].
+    implicit_ends: the beginnings of tool calls, which end the thinking without its marker. Formats with them also drop
+        misplaced markers: a start within thinking, and an end outside of thinking and calls.
+    ends_for_tools: implicit_ends end the thinking only if the request has tools.
+    trims: white space at the end of the thinking is dropped.
+    on_lines: a line break next to a marker belongs to the marker.
+    wrapper: markers around the answer, which are dropped.
+    promotes: if the request's chat_template_kwargs set force_nonempty_content, thinking without an answer also becomes
+        the answer.
+    needs_special_tokens: the markers are special tokens, which must not be skipped in the text.
+    whole: reads whole answers, for a format that combines reasoning and calls.
+    sign: text that identifies the format in a chat template, if the template does not contain the exact markers.
+    filter: changes the thinking and the content.
+    is_suffixed: checkpoints may append a suffix to the names of their markers, as in <think:abc>.
     """
 
     start: tuple[str, ...] = ("<think>",)
@@ -60,7 +64,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
         return self.starts_inside and not prompt.endswith(self.end)
 
     def is_promoted(self, template_arguments: Mapping[str, Any]) -> bool:
-        """Whether thinking without an answer is also the answer, for the chat_template_kwargs of a request."""
+        """Whether thinking without an answer is also sent as the answer, as chat_template_kwargs may request."""
         return self.promotes and template_arguments.get("force_nonempty_content") is True
 
     def make(

@@ -21,14 +21,14 @@ _NUMBER: Json = {"type": "regex", "pattern": "[0-9]{1,3}"}
 class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family of models writes the calls of an answer.
 
-    section: the text before the first call and after the last one, if the format has such text call: the text before
-    and after a call's arguments; {name} is the function's name, {number} the call's index parameter: the text before
-    and after a parameter's value; {name} is its name, {is_string} "true" or "false". None if
-        the arguments are a JSON object
-    separator: the text between two calls
+    section: the text before the first call and after the last one, if the format has such text.
+    call: the text before and after a call's arguments; {name} is the function's name, {number} the call's index.
+    parameter: the text before and after a parameter's value, None if the arguments are a JSON object; {name} is the
+        parameter's name, {is_string} "true" or "false".
+    separator: the text between two calls.
     fences: JSON objects that are calls if they name a known function: the text up to the name, the text between the
-        name and the arguments, and the text after them
-    trigger: the text that opens a call; by default the text before the section
+        name and the arguments, and the text after them.
+    trigger: the text that opens a call, by default the text before the section.
     """
 
     call: tuple[str, str]
@@ -76,7 +76,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "structural_tag", "format": free}
 
     def _call(self, function: Mapping[str, Any], is_strict: bool) -> Json:
-        """A tag with the arguments of a function."""
+        """Return a tag with the arguments of a function."""
         schema = function.get("parameters") if is_strict else None
         if schema is None:
             schema = {"type": "object"}
@@ -88,7 +88,7 @@ class StrictFormat(msgspec.Struct, frozen=True, kw_only=True):
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def _parameters(self, around: tuple[str, str], schema: Any) -> Json:
-        """The parameters of a call, in the order of the schema's properties."""
+        """Return the parameters of a call, in the order of the schema's properties."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
         if not isinstance(properties, dict) or not properties:
             return {"type": "star", "content": self._any_parameter(around)}

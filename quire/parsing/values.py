@@ -185,7 +185,8 @@ def _is_rest_of_calls(text: str, position: int, brackets: str) -> bool:
 
 
 def _open_behind(brackets: str, bracket: str) -> str:
-    """Return the open brackets after a bracket. A closing bracket that matches none stays at the end."""
+    """Return the brackets that are open after a bracket. A closing bracket without a matching open one is added at the
+    end."""
     is_pair = brackets[-1:] + bracket in ("()", "[]", "{}")
     return brackets[:-1] if is_pair else brackets + bracket
 

@@ -76,8 +76,8 @@ def ends(spec: DecoderSpec, axes: Axes) -> Sent:
 
 def exchange(mlp: MoESpec, hidden: int, ranks: float, elsewhere: float) -> Sent:
     """Return what a replica sends per token in an MoE layer whose experts are distributed over replicas. It sends the
-    token with its expert numbers to each of `ranks` other replicas, and results for `elsewhere` choices. The row
-    counts, which are exchanged first, do not depend on the token and are left out."""
+    token and its expert numbers to `ranks` other replicas, and the results of `elsewhere` choices back to other
+    replicas. The row counts, which are exchanged first, do not depend on the token and are left out."""
     return Sent(3, ranks * (hidden + mlp.top_k) + elsewhere * hidden)
 
 

@@ -36,8 +36,8 @@ class Replica:
     block_size: int
 
     def simulated_blocks(self, traffic: Traffic) -> int:
-        """Return the number of blocks that this traffic can use at most. A small model has millions more, whose
-        creation would take most of the time."""
+        """Return the number of blocks that this traffic can use at most. The cache of a small model has millions more,
+        and creating them would take most of the time."""
         # A request of max_model_len tokens must fit, whatever the traffic.
         lengths = [self.limits.max_model_len, *(arrival.prompt + arrival.output for arrival in traffic.arrivals)]
         most = len(self.groups) * sum(length // self.block_size + 2 for length in lengths)

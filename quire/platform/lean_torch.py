@@ -73,8 +73,8 @@ def _import_deferred() -> ModuleType:
 
 
 def _allow_generators() -> None:
-    """Initialize torch.Generator. Since torch 2.13, it cannot be used before this call, which a deferred module would
-    make."""
+    """Initialize torch.Generator. Since torch 2.13, it cannot be used before this call. Normally, a module that
+    is deferred here makes it."""
     torch: Any = sys.modules["torch"]
     if hasattr(torch._C, "_set_generator_metaclass"):
         torch._C._set_generator_metaclass(import_module("torch._opaque_base").OpaqueBaseMeta)

@@ -136,7 +136,7 @@ def is_better(new: MachineProfile, old: MachineProfile | None) -> bool:
 
 
 def age_text(profile: MachineProfile) -> str:
-    """The date of the measurement."""
+    """Return the date of the measurement."""
     return time.strftime("%Y-%m-%d", time.gmtime(profile.measured_at))
 
 

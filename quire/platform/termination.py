@@ -15,7 +15,7 @@ _received: list[int] = []
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a server, which may then let its requests finish: SIGINT, SIGTERM and SIGHUP.
+    """Return the signals that end a server, which may then let its requests finish: SIGINT, SIGTERM and SIGHUP.
 
     SIGHUP comes when a terminal is closed. It is not handled if it is ignored, as under nohup.
     """

@@ -19,7 +19,7 @@ class Compression:
     all later steps run after the worker has moved the kept keys.
 
     A request with images is compressed at the end of its prompt or later, once the last window of its text contains no
-    image. Then only text scores keys, and a step that recomputes the window has nothing to encode.
+    image. Then all queries that score keys are text, and a step that recomputes the window has nothing to encode.
 
     The lengths at which a request is compressed depend on its prompt alone. If it is preempted, or continued in another
     core, its tokens are recomputed and compressed at the same lengths. So its output stays the same.

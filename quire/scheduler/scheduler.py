@@ -142,7 +142,7 @@ class Scheduler:
         return [EngineCoreOutput(request.request_id, [], kind, reason) for request, kind, reason in failed]
 
     def hold(self) -> None:
-        """Send all requests back to the gates because one of them has closed. No step may be in flight."""
+        """Send all requests back to the gates because a gate has closed. No step may be in flight."""
         while self.running:
             self._preempt(self.running[-1])
         for request in [self.waiting.pop() for _ in range(len(self.waiting))]:
@@ -245,8 +245,8 @@ class Scheduler:
             self.waiting.push(request)
 
     def _can_begin(self, request: Request, num_cached: int, budget: int, is_passing: bool) -> bool:
-        """Whether the step can compute the next tokens of a waiting request; all of its tokens if it overtakes
-        others."""
+        """Whether the step can compute the next tokens of a waiting request. A request that overtakes others must fit
+        completely."""
         missing = len(request.token_ids) - num_cached
         room = min(budget, self._longest_chunk)
         if is_passing:

@@ -98,7 +98,7 @@ class HeldBody:
         self._has_turn = True
 
     def pause(self) -> None:
-        """Give up the turn while the request waits for something else."""
+        """End the turn early, since the request now waits for something else."""
         if self._has_turn:
             self._bodies.turns.release()
             self._has_turn = False

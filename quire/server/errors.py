@@ -63,7 +63,7 @@ class ApiError(HTTPException):
         return f"{self.param or 'the request failed'}: {reason}" if self.quotes else self.detail
 
     def body(self, path: str) -> dict[str, Any]:
-        """The body of the error response to a request for `path`.
+        """Return the body of the error response to a request for `path`.
 
         OpenAI: {"error": {"message", "type", "param", "code"}}. Anthropic: {"type": "error", "error": {"type",
         "message"}}. Ollama: {"error": message}. The last two have no key for the field, so their message names it.

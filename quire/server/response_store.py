@@ -170,8 +170,7 @@ class ResponseStore:
         self._thread.shutdown()
 
     def open(self) -> None:
-        """Connect, recount the size, since rows may have been deleted by hand, and delete responses above the
-        limits."""
+        """Connect, count the size again (rows may have been deleted by hand), and delete responses above the limits."""
         size = "(SELECT COALESCE(SUM(size), 0) FROM quire_responses)"
         self._execute(f"UPDATE quire_responses_size SET total = {size}")
         self._trim()

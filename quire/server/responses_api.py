@@ -419,7 +419,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Delete a response. Responses that continue it can be read, but no longer continued."""
+    """Delete a response. Responses that continue it can still be read, but not continued."""
     responses = _responses(request)
     owner = owner_of(request.scope)
     await responses.call(responses.store.delete, owner, response_id)

@@ -251,7 +251,7 @@ class RunningChat:
                 self.call.trace.called(call.name, call.id, completion.index)
         if completion.finish_reason and answer.reasoning:
             encode = self.call.server.llm.get_tokenizer().encode
-            # In a thread, since long thinking takes a fraction of a second, which would stall other streams.
+            # In a thread, since encoding long thinking takes a fraction of a second, which would stall other streams.
             self.meter.reasoning_tokens += len(await asyncio.to_thread(encode, answer.reasoning, False))
         return Piece(events, completion, answer)
 

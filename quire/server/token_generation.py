@@ -62,7 +62,8 @@ class GenerateRequest(Body):
         extra = {"detokenize": detokenize, "vllm_xargs": inner.extra_args or inner.vllm_xargs}
         sampling = inner.model_copy(update={**fields, **extra})
         if self.model_extra:
-            # Not by model_copy: a sampling field outside sampling_params is unknown, and its value was not validated.
+            # Not by model_copy: here a sampling field outside sampling_params counts as unknown, so its value was not
+            # validated.
             sampling.__pydantic_extra__ = {**(sampling.model_extra or {}), **self.model_extra}
         return sampling
 

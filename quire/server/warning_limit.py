@@ -1,4 +1,4 @@
-"""Limits how often a warning is logged that clients without a key can cause with each request."""
+"""Limits the log lines of warnings that clients without a key can cause with each request."""
 
 import logging
 import threading

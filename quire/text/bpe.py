@@ -29,11 +29,11 @@ def byte_level(
     ignore_merges: bool = False,
     add_prefix_space: bool = False,
 ) -> Backend:
-    """A byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
+    """Create a byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
 
-    splits: a name in SPLITS, or the regular expressions themselves ignore_merges: a word that is itself a token becomes
-    that token, even if no sequence of merges leads to it add_prefix_space: put a space in front of the text; works only
-    with GPT-2's expression
+    splits: a name in SPLITS, or the regular expressions themselves.
+    ignore_merges: a word that is itself a token becomes that token, even if no sequence of merges leads to it.
+    add_prefix_space: put a space in front of the text; works only with GPT-2's expression.
     """
     for left, right in merges:
         if left + right not in vocab:  # the library would panic, which is not an Exception
@@ -56,9 +56,9 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
     """Return the merges of a vocabulary that only lists tokens in order of rank, as in tiktoken and SentencePiece.
 
     These libraries join the two neighbours whose union has the lowest rank. To reproduce this, a token gets one merge
-    for each way to cut it into two tokens. The order of these merges does not matter: a span of a text that becomes a
-    token is always produced by the same steps, with the same last cut, as the span alone. Raises ValueError for tokens
-    that would take minutes.
+    for each way to cut it into two tokens. The order of these merges does not matter: if a part of a text becomes a
+    token, it is merged by the same steps as it would be alone, so the last merge is always the same one. Raises
+    ValueError for tokens that would take minutes.
     """
     tokens = dict.fromkeys(tokens)
     if sum(len(token) ** 2 for token in tokens) > MOST_CUTS:
@@ -85,7 +85,7 @@ def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend
 
 
 def family(config: Mapping[str, Any]) -> str | None:
-    """The name in SPLITS for models whose expressions follow only from the name of their tokenizer class."""
+    """Return the name in SPLITS for models whose expressions follow only from the name of their tokenizer class."""
     name = str(config.get("tokenizer_class")).lower()
     if name.startswith("qwen"):
         return "qwen2"

@@ -41,7 +41,7 @@ class ChatTemplateError(ValueError):
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-    """The prompt for a chat. Raises ChatTemplateError. The arguments are those of `render_here`."""
+    """Return the prompt for a chat. Raises ChatTemplateError. The arguments are those of `render_here`."""
     return ChatRendering(template, messages, arguments).run()
 
 
@@ -57,11 +57,11 @@ class ChatRendering(NamedTuple):
     arguments: Mapping[str, Any]
 
     def here(self) -> str | None:
-        """The prompt; None if it takes more than a moment. Raises ChatTemplateError."""
+        """Return the prompt; None if it takes more than a moment. Raises ChatTemplateError."""
         return render_here(self.template, self.messages, **self.arguments)
 
     def run(self) -> str:
-        """The prompt. Waits for a worker process, if one is needed. Raises ChatTemplateError or BusyError."""
+        """Return the prompt. Waits for a worker process, if one is needed. Raises ChatTemplateError or BusyError."""
         prompt = self.here()
         if prompt is None:
             with _explained():
@@ -69,7 +69,7 @@ class ChatRendering(NamedTuple):
         return prompt
 
     async def run_apart(self) -> str:
-        """The same in a worker process."""
+        """Like `run`, but always in a worker process."""
         with _explained():
             return _unwrapped(await shared_pool().run_async(_JOB, *self._job, limits=_LIMITS))
 
@@ -93,11 +93,11 @@ def render_here(
 ) -> str | None:
     """Return the prompt for a chat; None if the rendering would take too long here. Raises ChatTemplateError.
 
-    continue_final_message: the prompt ends within the last message, and the model continues that message
-    content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the
-        form that the template expects ("auto")
-    is_bounded: False in a process that can be stopped, where no bounds apply variables: variables of the template:
-    special tokens (bos_token="<s>") and switches (enable_thinking=False)
+    continue_final_message: the prompt ends within the last message, and the model continues that message.
+    content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the form
+        that the template expects ("auto").
+    is_bounded: False in a process that can be stopped, where no bounds apply.
+    variables: variables of the template: special tokens (bos_token="<s>") and switches (enable_thinking=False).
     """
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")

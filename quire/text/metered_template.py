@@ -26,8 +26,8 @@ from quire.text.template_meter import (
     metered_filter,
 )
 
-# Limits of a template that is compiled here: its characters, and the sum of the depths of all nodes. Compilers visit a
-# node once for each node that contains it.
+# Limits of a template that is compiled here: its characters, and the sum of the depths of all nodes. A compiler visits
+# a node as many times as there are nodes that contain it.
 MOST_SOURCE = 64 << 10
 MOST_DEPTHS = 300_000
 
@@ -144,7 +144,7 @@ class _Charges(NodeTransformer):
 
 
 def _is_quick(node: nodes.Compare) -> bool:
-    """Whether it is a comparison with a constant, which is short."""
+    """Whether it is a comparison with a constant, which takes little time since the constant is short."""
     operands = [node.expr, *(operand.expr for operand in node.ops)]
     is_constant = any(isinstance(operand, nodes.Const) for operand in operands)
     return is_constant and len(operands) == 2 and node.ops[0].op not in ("in", "notin")

@@ -222,7 +222,7 @@ class PartialBackend:
             return self._complete
 
     def complete_beside(self) -> None:
-        """Start creating it in a thread, so that no request has to wait for it."""
+        """Start creating the complete tokenizer in a thread, so that no request has to wait for it."""
         threading.Thread(target=self.complete, name="quire-vocabulary", daemon=True).start()
 
     # ---- texts and ids

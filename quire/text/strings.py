@@ -73,12 +73,12 @@ class Strings(Sequence[str]):
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest string."""
+        """The number of bytes in the longest string."""
         return int(self.lengths.max(initial=0))
 
     @cached_property
     def longest_text(self) -> int:
-        """Characters of the longest string."""
+        """The number of characters in the longest string."""
         if not len(self):
             return 0
         longest = len(self[int(self.lengths.argmax())])

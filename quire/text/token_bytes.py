@@ -70,7 +70,7 @@ class TokenBytes(dict[int, bytes]):
         return self[token_id] if REPLACEMENT in text else text.encode()
 
     def _decode_each(self, ids: Iterable[int]) -> list[str]:
-        """The texts of tokens."""
+        """Return the texts of tokens."""
         each = [[token_id] for token_id in ids]
         try:
             return self._backend.decode_batch(each, skip_special_tokens=False)

@@ -58,7 +58,7 @@ class Tokenizer:
         self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        # The clean-up is meant for WordPiece. Whatever the configuration says, transformers 5 does not apply it to BPE.
+        # The clean-up is meant for WordPiece. transformers 5 never applies it to BPE, regardless of the configuration.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
         plain = backend.encode("a", add_special_tokens=False).ids
         framed = backend.encode("a").ids
@@ -165,7 +165,7 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)
 
     def count(self, with_added_tokens: bool) -> int:
-        """The number of tokens in the vocabulary. It may be less than `vocab_size`."""
+        """Return the number of tokens in the vocabulary. It may be less than `vocab_size`."""
         return self._backend.get_vocab_size(with_added_tokens)
 
     @cached_property

@@ -206,8 +206,8 @@ def has_quadratic_step(backend: Backend | PartialBackend) -> bool:
 
 
 def is_quadratic(text: str) -> bool:
-    """Whether an expression may take quadratic time. The form of usual models' expressions could, but one of their
-    alternatives consumes the text on which another one has failed."""
+    """Whether an expression may take quadratic time. The expressions of usual models take linear time although their
+    form allows quadratic time: if one alternative fails on a text, another one consumes that text."""
     if text in _published():
         return False
     reader = _Reader(text)
@@ -283,7 +283,7 @@ class _Reader:
         )
 
     def _repeated(self, depth: int) -> _Part:
-        """An atom with its repetitions."""
+        """Return an atom with its repetitions."""
         part = self._atom(depth)
         while match := _REPETITION.match(self.text, self.position):
             sign = match[0]

@@ -1,11 +1,10 @@
-"""Prefill and decode apart: engines read the KV blocks of prompts that other engines have computed.
+"""Disaggregated prefill and decode: engines read the KV blocks of prompts that other engines have computed.
 
-A plug-in of the engine, loaded if kv_transfer_config is given. It has the two halves of a
-connector:
+This plug-in is loaded if kv_transfer_config is set. It contains the two halves of a connector:
 
-    exchange.py     the scheduler's half: what to load (imports.py), what to hold (exports.py), over link.py
-    ranks.py        the workers' half: a store that reads (store.py, from sources.py) what servers send (server.py), as
-                    layout.py says
+    exchange.py     the scheduler's half: imports.py loads blocks, exports.py offers them, link.py connects the cores
+    ranks.py        the workers' half: store.py reads blocks through the transports of sources.py, server.py sends
+                    them, layout.py maps one rank's blocks to another's
 
-Weights from a trainer come another way: quire/worker/weight_groups.py.
+Weights from a trainer are received by quire/worker/weight_groups.py.
 """

@@ -1,4 +1,4 @@
-"""What a consumer's core and a producer's core say to each other, in msgpack."""
+"""The messages between a consumer's core and a producer's core, encoded with msgpack."""
 
 from array import array
 from hashlib import sha256
@@ -8,15 +8,15 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer
 
-PROTOCOL = 4  # raise it when a message changes its meaning
+PROTOCOL = 4  # increment it when the meaning of a message changes
 
 # ---- from the consumer
 
 
 class Fetch(msgspec.Struct, array_like=True, tag=True):
-    """Asks for the blocks of a prompt. number: of the consumer's own choice. digest: of the prompt, see `digest`.
-    starts: for each KV group, the index of the first block that is wanted. facts: what must be the same at both ends,
-    by name."""
+    """Requests the blocks of a prompt. number: identifies the fetch, chosen by the consumer. digest: the prompt's, see
+    `digest`. starts: the index of the first block needed of each KV group. facts: properties that must be the same in
+    both engines, by name."""
 
     number: int
     transfer_id: str
@@ -26,13 +26,13 @@ class Fetch(msgspec.Struct, array_like=True, tag=True):
 
 
 class Drop(msgspec.Struct, array_like=True, tag=True):
-    """The consumer has read what it was offered for a fetch, or wants no more of it."""
+    """Ends a fetch: the consumer has read the offered blocks, or no longer needs them."""
 
     number: int
 
 
 class Beat(msgspec.Struct, array_like=True, tag=True):
-    """The consumer is there. sent_at: by its own clock. open: the numbers of the fetches that it has not dropped."""
+    """A consumer's heartbeat. sent_at: on its own clock. open: the numbers of the fetches that it has not dropped."""
 
     sent_at: float
     open: list[int]
@@ -44,8 +44,9 @@ ToProducer = Fetch | Drop | Beat
 
 
 class Offer(msgspec.Struct, array_like=True, tag=True):
-    """Blocks that the consumer may read until it drops the fetch: block block_ids[i] is number indices[i] of the prompt
-    in KV group groups[i]. step: of the producer, in which the last of them are computed. is_last: no more will come."""
+    """Blocks that the consumer may read until it drops the fetch: the pool's block block_ids[i] is the prompt's block
+    indices[i] in KV group groups[i]. step: the producer's step that computes the last of these blocks. is_last: no
+    further blocks will be offered."""
 
     number: int
     peer: Peer
@@ -61,7 +62,8 @@ class Offer(msgspec.Struct, array_like=True, tag=True):
 
 
 class Gone(msgspec.Struct, array_like=True, tag=True):
-    """No more blocks will come for a fetch. differs: engines do not fit together, which only an operator can change."""
+    """No more blocks will be offered for a fetch. differs: the engines are incompatible, which only an operator can
+    fix."""
 
     number: int
     reason: str
@@ -69,8 +71,8 @@ class Gone(msgspec.Struct, array_like=True, tag=True):
 
 
 class BeatBack(msgspec.Struct, array_like=True, tag=True):
-    """The answer to a beat. num_sent: for each of its fetches, how many messages the producer has sent for it before
-    this one; -1 if it holds nothing for the fetch."""
+    """The reply to a beat. num_sent: for each fetch of the beat, the number of messages that the producer sent for it
+    before this reply; -1 if it holds no blocks for the fetch."""
 
     sent_at: float
     num_sent: list[int]
@@ -80,7 +82,7 @@ ToConsumer = Offer | Gone | BeatBack
 
 
 def digest(request: EngineCoreRequest) -> bytes:
-    """Of everything in a request that the blocks of its prompt depend on."""
+    """Return a digest of everything in a request that affects the KV blocks of its prompt."""
     adapter = None if request.adapter is None else request.adapter.name
     other = msgspec.msgpack.encode((request.cache_salt, adapter))
     return sha256(array("i", request.prompt_token_ids).tobytes() + other).digest()

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: prompts that other engines compute, and prompts that others may read."""
+"""The scheduler's half of the connector: it imports blocks from other engines and exports blocks to them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,18 +24,19 @@ from quire.transfer.imports import Imports
 from quire.transfer.link import Confirmed, Link, Told
 from quire.transfer.sources import ask
 
-_LOOK_SECONDS = 0.5  # between two looks at the clock
+_LOOK_SECONDS = 0.5  # between two checks for expired waits
 _END_SECONDS = 10.0  # how long consumers may take to finish before the engine sleeps
 
 
 class Exchange:
-    """A Connector (quire/scheduler/gate.py). A consumer's request passes when the blocks of its prompt are in the pool,
-    or will not come; what is missing is computed."""
+    """A Connector (quire/scheduler/gate.py). A consumer's request passes the gate when all blocks that can be read are
+    in the pool; the engine computes the missing ones."""
 
     def __init__(
         self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str], peer: Peer
     ) -> None:
-        """tier: the index of the workers' store for blocks of other engines. peer: what others need to read blocks."""
+        """tier: the index of the workers' store for blocks of other engines. peer: tells other engines where to read
+        this engine's blocks."""
         self._imports = Imports(kv, mover, tier, link, facts)
         self._exports = Exports(kv, link, facts, peer)
         self._link = link
@@ -119,7 +120,8 @@ class Exchange:
 def make_connector(
     config: EngineConfig, directory: Path, size: KVCacheSize, kv: KVCacheManager, mover: Mover, tier: int
 ) -> Exchange:
-    """directory: of the model. tier: see Exchange. Raises ConfigError."""
+    """Return the connector that the options describe. directory: the model's. tier: see Exchange. Raises
+    ConfigError."""
     options = config.cache.transfer
     name = config.cluster.cluster_secret_file
     assert options is not None
@@ -139,7 +141,7 @@ def make_connector(
 
 
 def facts(config: EngineConfig, directory: Path, size: KVCacheSize) -> dict[str, str]:
-    """What must be the same at both ends, by name."""
+    """Return the properties that must be the same in both engines, by name."""
     fields: dict[str, Any] = hf_config(directory, config.model.hf_overrides)
     text = msgspec.json.encode(fields, order="deterministic")
     return {

@@ -1,4 +1,4 @@
-"""The producer's half of an exchange: blocks of computed prompts are held until consumers have read them."""
+"""The producer's half of an exchange: it holds the blocks of computed prompts until consumers have read them."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from quire.transfer.link import Asked, AskerLost, Link
 
 UNKNOWN_SECONDS = 10.0  # how long a fetch waits for the request of its prompt
 UNWANTED_SECONDS = 60.0  # how long the blocks of a computed prompt wait for a fetch
-_MOST_PAST = 1000  # transfer ids to remember of prompts that are no longer offered
+_MOST_PAST = 1000  # remembered transfer ids of prompts that are no longer offered
 _MOST_HELD = 1 / 2  # the share of the pool that may be held for consumers
 
 _Place = tuple[int, int]  # KV group and index of a block in a prompt
@@ -25,7 +25,7 @@ _FetchId = tuple[bytes, int]  # consumer and number
 
 @dataclass
 class _Fetching:
-    """A fetch of an export. num_sent: of the blocks that the export offers."""
+    """A fetch of an export. num_sent: how many of the export's offered blocks were sent to the consumer."""
 
     fetch: Fetch
     num_sent: int = 0
@@ -33,9 +33,8 @@ class _Fetching:
 
 @dataclass
 class _Export:
-    """A prompt that consumers may read. blocks: those that are held, by their place. offered: their places, in the
-    order of the steps that compute them, with these steps. is_over: no more will be added. reason: why it is over too
-    early."""
+    """A prompt whose blocks consumers may read. blocks: the held blocks, by place. offered: their places and the steps
+    that compute them, in the order of these steps. is_over: no blocks will be added. reason: why it ended early."""
 
     transfer_id: str
     request_id: str
@@ -52,8 +51,8 @@ class _Export:
 class Exports:
     """All prompts that a producer offers. The methods are those of a Connector, and `hear`.
 
-    Consumers are heard on the link's thread, since the core's thread may be computing the step whose blocks they want.
-    Only the core's thread touches the pool.
+    Messages of consumers are handled on the link's thread, since the core's thread may be busy with the step that
+    computes the requested blocks. Only the core's thread touches the pool.
     """
 
     def __init__(self, kv: KVCacheManager, link: Link, facts: dict[str, str], peer: Peer) -> None:
@@ -65,19 +64,19 @@ class Exports:
         self._most_held = int(_MOST_HELD * kv.pool.num_usable)
         self._num_held = 0
         self._keeps_all = [spec.first_needed_token(1 << 30) == 0 for spec in kv.specs]
-        self._exports: dict[str, _Export] = {}  # by transfer id, the oldest first
-        self._computing: dict[str, _Export] = {}  # by request: those that are not over
+        self._exports: dict[str, _Export] = {}  # by transfer id, oldest first
+        self._computing: dict[str, _Export] = {}  # by request id: the exports that are not over
         self._by_step: dict[int, list[_Export]] = {}  # steps that have not been run
-        self.has_changed = False  # whether blocks were given back since this was cleared
-        self._unwanted: list[_Export] = []  # exports that the last consumer has left
+        self.has_changed = False  # whether blocks were released since this was last cleared
+        self._unwanted: list[_Export] = []  # exports whose last fetch has ended
         self._lock = threading.Lock()  # held by all methods without an underscore
         self._past: deque[str] = deque(maxlen=_MOST_PAST)  # transfer ids of exports that were dropped
-        self._early: dict[_FetchId, tuple[Fetch, float]] = {}  # without a request so far, and since when
+        self._early: dict[_FetchId, tuple[Fetch, float]] = {}  # fetches without a request yet, and when they arrived
 
     # ---- requests
 
     def add(self, source: EngineCoreRequest) -> None:
-        """A request has come, or comes again after a preemption."""
+        """Begin the export of a new request. Does nothing if the request returns after a preemption."""
         assert source.transfer is not None
         name = source.transfer.transfer_id
         with self._lock:
@@ -91,7 +90,7 @@ class Exports:
                     self._attach(export, fetch_id, fetch)
 
     def finish(self, request_id: str) -> None:
-        """A request has ended, in any state."""
+        """Called when a request has ended, in any state."""
         with self._lock:
             if (export := self._computing.pop(request_id, None)) is not None:
                 self._end(export, "its request ended before the prompt was computed")
@@ -116,10 +115,10 @@ class Exports:
         self._by_step.pop(step_id, None)
 
     def _extend(self, export: _Export, request: Holder, num_tokens: int, step_id: int) -> None:
-        """Hold and offer the blocks that a step fills, and those before it: the full ones of the first `num_tokens`
-        tokens. A window's blocks are needed only at the end.
+        """Hold and offer all full blocks of the first `num_tokens` tokens, the ones that this step fills included. The
+        blocks of a sliding window are offered only after the last step of the prompt.
 
-        The step has not been run yet. Who reads the blocks waits for it at each rank, layer by layer.
+        The step has not been run yet. Readers wait for it at each rank, layer by layer.
         """
         size = self._kv.block_size
         is_over = num_tokens >= export.num_tokens
@@ -161,7 +160,7 @@ class Exports:
     # ---- consumers
 
     def hear(self, event: Asked | AskerLost) -> None:
-        """What a consumer says. Called on the link's thread."""
+        """Handle a message of a consumer. Called on the link's thread."""
         with self._lock:
             if isinstance(event, AskerLost):
                 self._lose(event.asker)
@@ -194,7 +193,7 @@ class Exports:
         self._send(export)
 
     def _send(self, export: _Export) -> None:
-        """Offer what has not been offered so far."""
+        """Send each consumer the offers that it has not received yet."""
         is_last = export.is_over and not export.reason
         for (asker, number), fetching in export.fetches.items():
             starts = fetching.fetch.starts
@@ -224,7 +223,7 @@ class Exports:
                 self._detach(fetch_id)
 
     def settle(self) -> None:
-        """Give back what consumers have left."""
+        """Release the blocks of exports whose last fetch has ended."""
         if self._unwanted:
             with self._lock:
                 for export in self._unwanted:
@@ -234,7 +233,7 @@ class Exports:
     # ---- the end
 
     def _drop(self, export: _Export) -> None:
-        """Give back the blocks, unless a consumer has come meanwhile."""
+        """Release the blocks, unless a new fetch has started."""
         if export.fetches or self._exports.get(export.transfer_id) is not export:
             return
         self.has_changed = True

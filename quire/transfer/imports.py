@@ -1,4 +1,4 @@
-"""The consumer's half of an exchange: requests wait at a gate while the blocks of their prompts are read."""
+"""The consumer's half of an exchange: requests wait at a gate until the blocks of their prompts have been read."""
 
 import time
 from collections import deque
@@ -19,13 +19,13 @@ from quire.observability.logging import logger
 from quire.transfer.core_messages import Drop, Fetch, Gone, Offer, digest
 from quire.transfer.link import Confirmed, FetchLost, Link, ProducerLost, Told
 
-WAIT_SECONDS = 10.0  # for room in the pool; and after the blocks have come, for a row
+WAIT_SECONDS = 10.0  # for room in the pool, and again for a row after the blocks have been read
 _MOST_HELD = 1 / 2  # the share of the pool that may be held for requests without a row
-_LOG_SECONDS = 60.0  # between two log lines about engines that do not fit together
+_LOG_SECONDS = 60.0  # between two log lines about incompatible engines
 
 
 class _Prompt:
-    """What the KV cache manager has to know about a request that has not been scheduled."""
+    """A request that has not been scheduled, in the form that the KV cache manager needs."""
 
     def __init__(self, source: EngineCoreRequest, block_size: int) -> None:
         self.source = source
@@ -38,7 +38,8 @@ class _Prompt:
 
 @dataclass
 class _Read:
-    """A transfer of offered blocks. failed: None until it has ended; then the indices of those that were not copied."""
+    """A transfer of offered blocks. failed: None until it has ended; then the indices of the blocks that were not
+    copied."""
 
     order: Transfer
     failed: frozenset[int] | None = None
@@ -46,10 +47,10 @@ class _Read:
 
 
 class _Load:
-    """What requests wait for: those with the same prompt from the same place.
+    """Loads the blocks of one prompt from one producer, for all requests with this prompt.
 
-    blocks: of the pool, by KV group and index; they are taken when there is room for all of them. prefix: the blocks
-    before them that the pool has. is_over: nothing more will be offered. has_ended: the requests may pass.
+    blocks: the pool's blocks to fill, by KV group and index; allocated when there is room for all of them. prefix: the
+    cached blocks before them. is_over: nothing more will be offered. has_ended: the requests may pass the gate.
     """
 
     def __init__(self, number: int, address: str, prompt: _Prompt) -> None:
@@ -60,7 +61,7 @@ class _Load:
         self.blocks: dict[tuple[int, int], Block] = {}
         self.prefix: list[Block] = []
         self.reads: dict[int, _Read] = {}
-        self.since = time.monotonic()  # when it began to wait for room, or for a row
+        self.since = time.monotonic()  # when it started to wait for room, or for a row
         self.has_begun = self.is_over = self.is_lost = self.has_ended = False
 
     @property
@@ -72,7 +73,7 @@ class Imports:
     """All loads of a consumer. The methods are those of a Connector."""
 
     def __init__(self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str]) -> None:
-        """tier: the index of the store that reads blocks of other engines. facts: see Fetch."""
+        """tier: the index of the workers' store that reads blocks of other engines. facts: see Fetch."""
         self._kv = kv
         self._pool = kv.pool
         self._mover = mover
@@ -81,13 +82,13 @@ class Imports:
         self._facts = facts
         self._most_held = max(1, int(_MOST_HELD * self._pool.num_usable))
         self._loads: dict[str, _Load] = {}  # by request
-        self._open: dict[int, _Load] = {}  # by number: those that hold blocks or wait for room
-        self._queue: deque[_Load] = deque()  # those that wait for room
-        self._numbers, self._orders = count(1), count(-1, -2)  # tiers number their orders from 1 on
-        self._ended: deque[tuple[_Load, int, frozenset[int]]] = deque()  # reads; filled by other threads
+        self._open: dict[int, _Load] = {}  # by number: loads that hold blocks or wait for room
+        self._queue: deque[_Load] = deque()  # loads that wait for room
+        self._numbers, self._orders = count(1), count(-1, -2)  # negative orders, since other tiers count up from 1
+        self._ended: deque[tuple[_Load, int, frozenset[int]]] = deque()  # ended reads, appended by other threads
         self._logged_at = float("-inf")
         self.num_queries = self.num_hits = 0
-        self.has_changed = False  # whether requests may run that could not when this was cleared
+        self.has_changed = False  # whether more requests may run than when this was last cleared
 
     # ---- requests
 
@@ -113,7 +114,7 @@ class Imports:
         return load
 
     def finish(self, request_id: str) -> None:
-        """A request has ended, in any state."""
+        """Called when a request has ended, in any state."""
         load = self._loads.pop(request_id, None)
         if load is not None:
             load.requests.discard(request_id)
@@ -121,7 +122,7 @@ class Imports:
                 self._lose(load)
 
     def scheduled(self, requests: Iterable[Holder]) -> None:
-        """These requests have rows, and blocks of their own: nothing has to be held for them any more."""
+        """Release what is held for these requests: they now have rows, and hold their blocks themselves."""
         if self._open:
             for request in requests:
                 load = self._loads.get(request.request_id)
@@ -131,7 +132,7 @@ class Imports:
     # ---- a load begins
 
     def _begin_next(self) -> None:
-        """Begin the loads for which there is room, in the order in which they came."""
+        """Begin queued loads in order of arrival, as long as there is room."""
         while self._queue:
             load = self._queue[0]
             if not load.has_ended and not self._begin(load):
@@ -139,7 +140,7 @@ class Imports:
             self._queue.popleft()
 
     def _begin(self, load: _Load) -> bool:
-        """Returns False if it has to wait for room."""
+        """Begin a load. Returns False if it has to wait for room."""
         size = self._kv.block_size
         prompt = load.prompt
         if self._link.has_failed:
@@ -170,7 +171,7 @@ class Imports:
         self._link.tell_producer(load.address, fetch)
         return True
 
-    # ---- what the producer says
+    # ---- messages of the producer
 
     def told(self, event: Told) -> None:
         load = self._open.get(event.message.number)
@@ -202,7 +203,7 @@ class Imports:
         self._mover.transfer(order).add_done_callback(lambda future: self._note(load, order, future))
 
     def _note(self, load: _Load, order: Transfer, future: Future[list[int]]) -> None:
-        """A read has ended. Called on any thread."""
+        """Record that a read has ended. Called on any thread."""
         error = future.exception()
         if error is not None:
             logger.error("%d blocks could not be read: %s", len(order.keys), error_text(error))
@@ -221,7 +222,7 @@ class Imports:
             self._check_end(load)
 
     def _accept(self, load: _Load, read: _Read) -> None:
-        """What was read is what the producer has offered."""
+        """Add the blocks of a read to the prefix cache, since the producer held them until the read had ended."""
         assert read.failed is not None
         del load.reads[read.order.number]
         by_id = {block.block_id: (place, block) for place, block in load.blocks.items()}
@@ -237,7 +238,7 @@ class Imports:
                 self._lose(load)
 
     def settle(self) -> None:
-        """Take note of reads that have ended."""
+        """Process the reads that have ended, and begin queued loads."""
         while self._ended:
             load, number, failed = self._ended.popleft()
             read = load.reads[number]
@@ -257,7 +258,7 @@ class Imports:
             self._end(load)
 
     def _end(self, load: _Load) -> None:
-        """Let the requests pass. What was read is held until one of them has a row, or for WAIT_SECONDS."""
+        """Let the requests pass. The blocks are held until one of the requests has a row, for WAIT_SECONDS at most."""
         load.has_ended = True
         load.since = time.monotonic()
         self.has_changed = True
@@ -268,7 +269,7 @@ class Imports:
             self._release(load)
 
     def _lose(self, load: _Load) -> None:
-        """End a load that has not ended, with what was accepted so far."""
+        """End a load with the blocks accepted so far, and release it."""
         load.is_lost = True
         load.reads = {number: read for number, read in load.reads.items() if read.failed is None}
         if not load.has_ended:
@@ -276,7 +277,7 @@ class Imports:
         self._release(load)
 
     def _release(self, load: _Load) -> None:
-        """Give back the blocks, unless some are still written."""
+        """Release the blocks, unless reads still write some of them."""
         if load.reads or load.number not in self._open:
             return
         self.has_changed = True

@@ -1,7 +1,7 @@
-"""Where a rank keeps the entries of its layers in a block, and which bytes of other ranks' blocks fill its own.
+"""The layout of a rank's blocks, and the mapping from other ranks' blocks to it.
 
-A block of a KV group has the entries of the group's layers on this rank, one after the other. An entry has the rank's
-KV heads one after the other, each with head_bytes, and then padding. A layer of sparse attention has two entries: its
+A block of a KV group contains the entries of the group's layers on this rank, one after the other. An entry contains
+the rank's KV heads in order, head_bytes each, followed by padding. A layer of sparse attention has two entries: its
 latents, and the keys of its indexer.
 
     | layer 0: head 2, head 3, padding | layer 5: head 2, head 3, padding | ...
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from quire.models.spec import MixerSpec
     from quire.parallel.mesh import Communicator
 
-Run = tuple[int, int, int]  # offset in the other rank's block, offset in the own block, number of bytes
-Plan = tuple[dict[int, list[Run]], ...]  # for each KV group: what to read, by the number of the other rank
+Run = tuple[int, int, int]  # offset in the other rank's block, offset in this rank's block, number of bytes
+Plan = tuple[dict[int, list[Run]], ...]  # for each KV group: the runs to read, by the other rank's number
 ALL_LAYERS = range(1 << 30)
-_MOST_HEADS = 1 << 20  # of all layers of a rank
+_MOST_HEADS = 1 << 20  # in all layers of a rank
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank keeps of one layer in one role (see CacheEntry): num_heads KV heads of head_bytes each, from
-    first_head on. Latents (MLA) and the keys of an indexer count as one head. start: where the entry begins in a block.
+    """One role's part (see CacheEntry) of a layer's KV cache on a rank: num_heads KV heads of head_bytes each, starting
+    with first_head. Latents (MLA) and the keys of an indexer count as one head. start: the entry's offset in a block.
     """
 
     layer: int
@@ -47,13 +47,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The entries of one KV group, in their order in a block. format: what the bytes of a head mean, in all roles."""
+    """The entries of one KV group, in their order in a block. format: describes the bytes of a head, for all roles."""
 
     format: str
     entries: tuple[Entry, ...]
 
     def heads(self, layers: range) -> Iterator[tuple[Entry, int, int]]:
-        """The entry and the number of each KV head of these layers, and its offset in the block."""
+        """Yield each KV head of these layers: its entry, its number and its offset in the block."""
         for entry in self.entries:
             if entry.layer not in layers:
                 continue
@@ -68,7 +68,7 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[GroupLayout, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no engine has; msgspec calls this for layouts of other engines, too."""
+        """Raises ValueError for impossible layouts. msgspec also calls this for layouts received from other engines."""
         entries = [entry for group in self.groups for entry in group.entries]
         heads = [entry.num_heads for entry in entries]
         if min(heads, default=0) < 0 or sum(heads) > _MOST_HEADS:
@@ -81,14 +81,14 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
                 )
 
     def parts(self, most: int) -> list[range]:
-        """Divides the layers into as many equal parts, at most."""
+        """Divide the layers into `most` equal parts, or one part per layer if there are fewer layers."""
         layers = sorted({entry.layer for group in self.groups for entry in group.entries})
         number = min(most, len(layers))
         stops = [layers[len(layers) * part // number - 1] + 1 for part in range(1, number + 1)]
         return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
     def span(self, group: int, layers: range) -> slice:
-        """The bytes of a block of a KV group in which the entries of these layers are."""
+        """Return the byte range of a KV group's block that contains the entries of these layers."""
         entries = [entry for entry in self.groups[group].entries if entry.layer in layers]
         return slice(entries[0].start, entries[-1].stop) if entries else slice(0, 0)
 
@@ -100,7 +100,8 @@ def rank_layout(
     backends: "Sequence[AttentionBackend]",
     block_bytes: int,
 ) -> RankLayout:
-    """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups."""
+    """Return the layout of a rank. mixers: for all layers of the model. kv_specs, backends: for the rank's KV
+    groups."""
     groups = []
     for spec, backend in zip(kv_specs, backends, strict=True):
         entries = []
@@ -126,10 +127,11 @@ def _format(backend: "AttentionBackend") -> str:
 
 
 def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int, layers: range = ALL_LAYERS) -> Plan:
-    """Which bytes of the others' blocks fill these layers of an own block, for each KV group. Adjacent runs are merged.
+    """Return the bytes of the other ranks' blocks that fill these layers of this rank's blocks, for each KV group.
+    Adjacent runs are merged.
 
-    prefer: the own rank's number. Of several ranks that keep the same KV head, different numbers read different ones.
-    Raises ValueError if the own blocks cannot be filled.
+    own: this rank's layout. prefer: this rank's number. If several ranks have the same KV head, different values of
+    `prefer` choose different ranks, which spreads the load. Raises ValueError if this rank's blocks cannot be filled.
     """
     if any(len(other.groups) != len(own.groups) for other in others):
         raise ValueError(
@@ -145,7 +147,7 @@ def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int, layers: ran
 def _plan_group(
     number: int, own: GroupLayout, others: Sequence[GroupLayout], prefer: int, layers: range
 ) -> dict[int, list[Run]]:
-    holders: dict[tuple[int, str, int], list[tuple[int, Entry, int]]] = {}  # of a layer's head: ranks, offsets there
+    holders: dict[tuple[int, str, int], list[tuple[int, Entry, int]]] = {}  # by head: ranks, entries and offsets
     for rank, other in enumerate(others):
         for entry, head, offset in other.heads(layers):
             holders.setdefault((entry.layer, entry.role, head), []).append((rank, entry, offset))
@@ -174,7 +176,7 @@ def _plan_group(
 
 
 def _follows(run: Run, remote: int, offset: int, smallest: int) -> bool:
-    """Whether a head stands right behind a run in both blocks, or behind equally much padding. smallest: the bytes of
-    the own group's smallest head; a gap that has no room for it is padding."""
+    """Whether a head directly follows a run in both blocks, or follows it after equal padding. smallest: the bytes of
+    the smallest head in this rank's group; a smaller gap is padding."""
     gap = offset - run[1] - run[2]
     return remote - run[0] - run[2] == gap and gap < smallest

@@ -1,9 +1,9 @@
-"""The connections between cores: one thread with ZeroMQ sockets, which only those who know the secret can use.
+"""The connections between cores: one thread with ZeroMQ sockets that accept only peers with the cluster's secret.
 
-A consumer reads blocks over other connections, beside the producer's core. Meanwhile the producer may have been
-restarted, or have given the blocks to others since it had not heard of the consumer for HOLD_SECONDS. So what was read
-counts only if the producer confirms afterwards that it still holds the blocks: it answers a beat that was sent after
-the end of the read, and its answer knows the fetch. No clocks are compared.
+A consumer reads blocks over other connections, without involving the producer's core. During a read the producer may
+restart, or reuse the blocks because the consumer was silent for HOLD_SECONDS. So the consumer uses the blocks only
+after the producer confirms that it still holds them: its reply to a beat that was sent after the end of the read must
+list the fetch. No clocks are compared.
 """
 
 import threading
@@ -26,8 +26,8 @@ from quire.observability.logging import logger
 from quire.transfer.core_messages import Beat, BeatBack, Drop, Fetch, Gone, Offer, ToConsumer, ToProducer
 
 BEAT_SECONDS = 1.0
-LOST_SECONDS = 5.0  # a producer that has not answered a beat for so long is lost
-HOLD_SECONDS = 20.0  # after which the blocks of a silent consumer are released
+LOST_SECONDS = 5.0  # a producer that has not answered a beat for this long is lost
+HOLD_SECONDS = 20.0  # after this time, the blocks held for a silent consumer are released
 _TICK_MILLISECONDS = 200
 _from_consumer = msgspec.msgpack.Decoder(ToProducer)
 _from_producer = msgspec.msgpack.Decoder(ToConsumer)
@@ -58,7 +58,7 @@ class Told:
 
 @dataclass
 class Confirmed:
-    """A producer holds the blocks that it has offered for these fetches: it has answered a beat of that time."""
+    """A producer still held the blocks of these fetches at `sent_at`, when the answered beat was sent."""
 
     address: str
     sent_at: float
@@ -67,7 +67,7 @@ class Confirmed:
 
 @dataclass
 class FetchLost:
-    """The producer does not hold what it had offered for a fetch, or a message of it was lost."""
+    """The producer no longer holds the blocks offered for a fetch, or a message about the fetch was lost."""
 
     address: str
     number: int
@@ -84,8 +84,8 @@ Event = Told | Confirmed | FetchLost | ProducerLost
 
 
 class _Line:
-    """A consumer's connection to a producer. open: its fetches that have not been dropped, with the number of messages
-    that were received for each."""
+    """A consumer's connection to a producer. open: the number of messages received for each fetch that has not been
+    dropped."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", now: float) -> None:
         self.socket, self.failures = socket, FailedHandshakes(socket)
@@ -93,16 +93,16 @@ class _Line:
         self.beat_due = now
         self.open = dict[int, int]()
         self.unused_since = now
-        self.beats: dict[float, list[int]] = {}  # without an answer so far, and the fetches that each of them named
+        self.beats: dict[float, list[int]] = {}  # unanswered beats, by time, with their fetches
 
 
 class Link:
-    """events: what producers have said, the oldest first; the reader takes them. wake: called from the link's thread
-    when there is something new. hear: called from the link's thread with what consumers say; set it before `start`.
-    has_failed: nothing will happen any more."""
+    """A core's connections to other cores. events: from producers, oldest first; the reader removes them. wake: called
+    from the link's thread after each new event. hear: called from the link's thread with each event from a consumer;
+    set it before `start`. has_failed: the link has stopped working."""
 
     def __init__(self, secret: ClusterSecret, listen: tuple[str, int] | None) -> None:
-        """listen: the address of a producer. Raises ConfigError if it cannot be used."""
+        """listen: the address that a producer listens at. Raises ConfigError if it cannot be used."""
         self.hear: Callable[[Asked | AskerLost], None] = lambda event: None
         self.events: deque[Event] = deque()
         self.wake: Callable[[], None] = lambda: None
@@ -112,12 +112,12 @@ class Link:
         self._server: zmq.Socket[bytes] | None = None
         self._admission: Admission | None = None
         self._lines: dict[str, _Line] = {}
-        self._askers: dict[bytes, float] = {}  # when each consumer was heard last
+        self._askers: dict[bytes, float] = {}  # by consumer: when its last message arrived
         self._num_sent: dict[bytes, dict[int, int]] = {}  # by consumer and fetch: messages sent
         if listen is not None:
             self._admission = Admission(self._context, secret)
             self._server = self._context.socket(zmq.ROUTER)
-            self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a consumer that connects again keeps its name
+            self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a consumer that reconnects keeps its identity
             self._failures = FailedHandshakes(self._server)
             try:
                 secret.listen(self._server, *listen)
@@ -135,11 +135,11 @@ class Link:
     # ---- called by the core
 
     def tell_producer(self, address: str, message: Fetch | Drop) -> None:
-        """address: IP address and port, see `tcp_address`."""
+        """Send a message to a producer. address: IP address and port, see `tcp_address`."""
         self._outbox.put(b"p" + address.encode(), msgspec.msgpack.encode(message))
 
     def ask_to_confirm(self, address: str) -> None:
-        """A Confirmed event will follow, or one that says that the fetches are lost."""
+        """Send a beat soon. A Confirmed event follows, or an event for lost fetches or a lost producer."""
         self._outbox.put(b"b" + address.encode(), b"")
 
     def tell_consumer(self, asker: bytes, message: Offer | Gone) -> None:
@@ -166,7 +166,7 @@ class Link:
             self._free()
 
     def _step(self) -> bool:
-        """Wait for something for a moment, and handle it. Returns False at the end."""
+        """Wait briefly for messages and handle them. Returns False once the link is closed."""
         ready = self._wait()
         while self._outbox.socket.poll(0):
             name, body = self._outbox.get()
@@ -184,7 +184,7 @@ class Link:
         return True
 
     def _wait(self) -> dict[Any, int]:
-        """The sockets that can be read, after a moment at most."""
+        """Return the readable sockets, after _TICK_MILLISECONDS at most."""
         poller: Any = zmq.Poller()
         poller.register(self._outbox.socket, zmq.POLLIN)
         if self._server is not None:
@@ -195,7 +195,7 @@ class Link:
         return dict(poller.poll(_TICK_MILLISECONDS))
 
     def _pass_on(self, name: bytes, body: bytes) -> None:
-        """Send what the core has put into the outbox: to a producer ("p"), as a beat ("b"), or to a consumer."""
+        """Handle a message from the outbox: for a producer ("p"), a request for a beat ("b"), or for a consumer."""
         if name[:1] == b"p":
             self._send(name[1:].decode(), body)
         elif name[:1] == b"b":
@@ -210,7 +210,7 @@ class Link:
         line = self._lines.get(address)
         if line is None:
             if isinstance(message, Drop):
-                return  # the connection was lost meanwhile
+                return  # the connection has been lost
             try:
                 line = self._lines[address] = self._line(address, now)
             except zmq.ZMQError as error:  # such as too many open files
@@ -229,10 +229,10 @@ class Link:
         line.socket.send(body)
 
     def _line(self, address: str, now: float) -> _Line:
-        """A new connection. Raises ZMQError."""
+        """Open a connection. Raises ZMQError."""
         socket = self._context.socket(zmq.DEALER)
         try:
-            socket.setsockopt(zmq.IDENTITY, uuid4().bytes)  # it stays the same if ZeroMQ connects again
+            socket.setsockopt(zmq.IDENTITY, uuid4().bytes)  # kept when ZeroMQ reconnects
             self._secret.connect(socket, address)
             return _Line(socket, now)
         except zmq.ZMQError:
@@ -282,7 +282,7 @@ class Link:
                 self._tell_core(Told(address, message))
 
     def _compare(self, address: str, line: _Line, answer: BeatBack) -> None:
-        """Find out whether messages were lost: ZeroMQ connects again by itself, also to a new process."""
+        """Detect lost messages: ZeroMQ reconnects by itself, even to a new process."""
         line.alive_at = max(line.alive_at, answer.sent_at)
         numbers = line.beats.pop(answer.sent_at, [])
         known = []

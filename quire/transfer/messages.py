@@ -1,19 +1,19 @@
-"""What a reader of KV blocks asks a rank's server, and what the server answers. Both are msgpack with fixed types."""
+"""The messages between a reader of KV blocks and a rank's server, encoded with msgpack."""
 
 import msgspec
 
 from quire.transfer.layout import RankLayout
 
-MOST_PIECES = 1 << 16  # runs of all blocks that one request may name
+MOST_PIECES = 1 << 16  # runs that one request may name, over all its blocks
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Say what you have. The answer is Hello."""
+    """Requests a description of the rank. The answer is Hello."""
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Send these runs of bytes of each of these blocks: offset in the block, and length. number: of the reader's own
-    choice. The answer is Data."""
+    """Requests the same runs of bytes of several blocks. runs: offset in the block, and length. number: identifies the
+    request, chosen by the reader. The answer is Data."""
 
     number: int
     block_ids: list[int]
@@ -21,7 +21,7 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Await(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Say when the rank has computed its layers below `layer` of a step, or after a while, how far it is. The answer is
+    """Waits until the rank has computed its layers below `layer` of a step, for a limited time. The answer is
     Reached."""
 
     step: int
@@ -29,7 +29,7 @@ class Await(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SharedFile(msgspec.Struct, frozen=True, array_like=True):
-    """The file in memory that is the KV cache, as its machine's other processes find it: /proc/PID/fd/HANDLE."""
+    """The memory file that contains the KV cache. Processes on the same machine open it as /proc/PID/fd/HANDLE."""
 
     boot_id: str
     pid: int
@@ -39,7 +39,7 @@ class SharedFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where NIXL finds the KV cache. memory: "DRAM" or "VRAM". number: of the GPU."""
+    """Where NIXL finds the KV cache. memory: "DRAM" or "VRAM". number: the GPU's index."""
 
     agent: bytes
     memory: str
@@ -48,7 +48,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """name: of the engine, another one after each start. nixl: None if the rank has no NIXL."""
+    """Describes a rank. name: the engine's, a new one after each start. nixl: None if the rank has no NIXL."""
 
     name: str
     layout: RankLayout
@@ -58,21 +58,21 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The bytes of a Read follow it: of each block, its runs. Answers may overtake each other."""
+    """Precedes the bytes that a Read requested: block by block, the runs of each. Answers may arrive out of order."""
 
     number: int
 
 
 class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The rank has computed its layers below `layer` of the step; NOT_RUN if the step was not run. ticks: another
-    number if the rank has gone on with any step meanwhile."""
+    """The rank has computed its layers below `layer` of the step; NOT_RUN if the step was not run. ticks: differs from
+    the previous answer's if the rank has made progress with any step."""
 
     layer: int
     ticks: int
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request was wrong."""
+    """The request was invalid."""
 
     text: str
 

@@ -1,9 +1,9 @@
 """Reads between ranks that both have NIXL (github.com/ai-dynamo/nixl), NVIDIA's library for moving memory between
-machines. It chooses the way, such as RDMA or NVLink, and needs no copy in CPU memory.
+machines. It chooses the path, such as RDMA or NVLink, and needs no copy in CPU memory.
 
-The agents learn about each other from the authenticated messages of this package. What they then exchange on the
-network is NIXL's own, and has no authentication. A transfer that is given up is cancelled; where the network cannot do
-that, it may still write into blocks that have been given up.
+The agents receive each other's metadata through the authenticated messages of this package. Their own network traffic
+is not authenticated. A transfer that times out is cancelled; on networks that cannot cancel transfers, it may still
+write into blocks after they were released.
 """
 
 import logging
@@ -21,15 +21,15 @@ from quire.transfer.layout import Run
 from quire.transfer.messages import Hello, NixlAddress
 from quire.transfer.sources import Blocks, Pairs
 
-_SPINS = 100  # looks at a transfer without a pause, since a short one takes less than a pause
+_SPINS = 100  # polls of a transfer without a pause, since a short transfer takes less time than a pause
 _PAUSE_SECONDS = 50e-6
 
 
 class NixlMemory:
-    """This rank's KV cache, registered with an agent of NIXL. lock: held in each call, since agents need that."""
+    """This rank's KV cache, registered with a NIXL agent. lock: held during each call, as agents require."""
 
     def __init__(self, blocks: Tensor, library: Any) -> None:
-        """blocks: uint8 [num_blocks, block_bytes]. library: the module nixl._api. Raises what NIXL raises."""
+        """blocks: uint8 [num_blocks, block_bytes]. library: the module nixl._api. Raises NIXL's exceptions."""
         self.lock = threading.Lock()
         self.blocks, self.address = blocks, blocks.data_ptr()
         self.memory, self.number = ("VRAM", blocks.get_device()) if blocks.is_cuda else ("DRAM", 0)
@@ -38,7 +38,7 @@ class NixlMemory:
 
     @classmethod
     def make(cls, blocks: Tensor) -> "NixlMemory | None":
-        """None if NIXL is not installed, or cannot be used here."""
+        """Register the blocks. Returns None if NIXL is not installed or cannot be used here."""
         try:
             from nixl import _api
         except ImportError:
@@ -46,7 +46,7 @@ class NixlMemory:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
         try:
             return cls(blocks, _api)
-        except Exception as error:  # NIXL's exceptions have no common class
+        except Exception as error:  # NIXL's exceptions have no common base class
             logger.warning("NIXL cannot be used: %s", error_text(error))
             return None
 
@@ -60,7 +60,7 @@ class NixlMemory:
 
 
 class NixlSource:
-    """Reads blocks of one other rank, straight into the own KV cache."""
+    """Reads blocks of one other rank directly into this rank's KV cache."""
 
     def __init__(self, own: NixlMemory, hello: Hello, timeout: float) -> None:
         """Raises OSError if the other rank has no NIXL."""
@@ -74,7 +74,7 @@ class NixlSource:
         self._name = self._call(own.agent.add_remote_agent, hello.nixl.agent)
 
     def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
-        """Raises OSError if the transfer fails or takes longer than the timeout. blocks: not used."""
+        """Read into this rank's KV cache; `blocks` is not used. Raises OSError if the transfer fails or times out."""
         own = self._own
         other = self._other
         agent = self._own.agent
@@ -104,16 +104,16 @@ class NixlSource:
             if state != "DONE":
                 raise ConnectionError("NIXL could not read its blocks")
         finally:
-            self._call(agent.release_xfer_handle, handle)  # ends a transfer that is under way
+            self._call(agent.release_xfer_handle, handle)  # cancels a running transfer
 
     def interrupt(self) -> None:
-        """A transfer ends by itself, or after the timeout."""
+        """Do nothing: a transfer ends by itself, or after the timeout."""
 
     def close(self) -> None:
         self._call(self._own.agent.remove_remote_agent, self._name)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Raises ConnectionError for NIXL's own exceptions."""
+        """Call a method of the agent. Raises ConnectionError in place of NIXL's exceptions."""
         with self._own.lock:
             try:
                 return method(*arguments)

@@ -1,4 +1,4 @@
-"""Makes one rank's part in exchanging KV blocks with other engines: what reads theirs, and what lets them read ours."""
+"""Creates one rank's store for blocks of other engines, and its server for readers of other engines."""
 
 import secrets
 from collections.abc import Sequence
@@ -30,8 +30,9 @@ def rank_store(
     mesh: Mesh,
     clock: StepClock | None = None,
 ) -> PeerStore:
-    """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
-    until it is closed. clock: of this rank, if so. All ranks must call it together. Raises ConfigError."""
+    """Return the store that reads blocks of other engines. If this engine is a producer, the store also has a server,
+    which lets other engines read this rank's blocks until the store is closed. clock: the producer rank's. All ranks
+    must call this together. Raises ConfigError."""
     options = config.cache.transfer
     path = config.cluster.cluster_secret_file
     rank = mesh.replica.rank
@@ -47,7 +48,7 @@ def rank_store(
         )
     mixers = describe(directory, config.model).spec.mixers
     layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.rank_bytes[mesh.replica.rank])
-    name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the ranks agree on one
+    name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the same on all ranks
     server = None
     if options.produces:
         port = options.kv_port + 1 + rank

@@ -1,4 +1,4 @@
-"""Lets ranks of other engines read the KV blocks of this rank, beside the steps."""
+"""Lets ranks of other engines read the KV blocks of this rank while it runs steps."""
 
 import contextlib
 import os
@@ -37,19 +37,19 @@ from quire.transfer.messages import (
 from quire.worker.kv_transfer import HostRows, Rows
 from quire.worker.step_clock import StepClock
 
-AWAIT_SECONDS = 1.0  # until it is said how far a step is
-BUFFER_BYTES = 16 << 20  # of CPU memory, through which the blocks of a GPU go
+AWAIT_SECONDS = 1.0  # the longest that an Await waits before its answer
+BUFFER_BYTES = 16 << 20  # of CPU memory, through which a GPU's blocks are copied
 _MOST_ANSWER_BYTES = 64 << 20
-_MOST_REQUESTS = 128  # that are answered at once; most of them wait for a step
+_MOST_REQUESTS = 128  # answered at the same time; most of them wait for a step
 _ENCRYPTING_THREADS = 4
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 class BlockServer:
-    """Answers readers: one thread has the socket, others put the answers together. Nothing that a reader sends or omits
-    disturbs anything else.
+    """Answers readers: one thread owns the socket, others build the answers. A misbehaving reader disturbs nothing
+    else.
 
-    Which blocks may be read when is up to the engines: the server gives whoever knows the secret any block.
+    The server sends any block to any reader with the secret: the engines agree on which blocks may be read, and when.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class BlockServer:
         clock: StepClock | None = None,
         most_connections: int = 128,
     ) -> None:
-        """name: of the engine. handle: of the file in memory in which the blocks lie, if they do (see KVMemory).
-        clock: of this rank; None if all that is asked for has been computed. Raises OSError if the port cannot be
-        used."""
+        """name: the engine's. handle: the descriptor of the memory file with the blocks, if there is one (see
+        KVMemory). clock: this rank's; None if readers request only computed blocks. Raises OSError if the port cannot
+        be used."""
         self._rows = rows
         self._clock = clock
         self._most_connections = most_connections
@@ -77,7 +77,7 @@ class BlockServer:
         self._hello = Hello(name, layout, self._num_blocks, file, nixl)
         self._context = zmq.Context(_ENCRYPTING_THREADS)
         self._outbox = Outbox(self._context)
-        self._answers: deque[tuple[bytes, list[bytes]]] = deque()  # the reader's identity, and the frames for it
+        self._answers: deque[tuple[bytes, list[bytes]]] = deque()  # the reader's identity, and its frames
         self._gate = Gate(self._context, secret)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._connections = Connections(self._socket)
@@ -150,14 +150,14 @@ class BlockServer:
             answer = self._answer(request)
             if isinstance(request, Read):
                 data = list(self._data(request))
-        except Exception as error:  # ValueError: the request is wrong
+        except Exception as error:  # ValueError: the request is invalid
             logger.warning("A request for KV blocks was refused: %s", error_text(error))
             answer = Problem(error_text(error))
         self._answers.append((reader, [msgspec.msgpack.encode(answer), *data]))
         self._outbox.put(b"answer", b"")
 
     def _answer(self, request: Request) -> Answer:
-        """Raises ValueError if the request is wrong."""
+        """Return the answer to a request. Raises ValueError if the request is invalid."""
         if isinstance(request, Describe):
             return self._hello
         if isinstance(request, Read):
@@ -198,7 +198,7 @@ class BlockServer:
 
 
 def _runs(blocks: Tensor, indices: Iterable[int], request: Read) -> Iterator[memoryview]:
-    """The runs that are asked for, of these blocks."""
+    """Yield the requested runs of these blocks."""
     view = blocks.numpy().reshape(-1).data
     size = blocks.shape[1]
     for index in indices:
@@ -207,14 +207,14 @@ def _runs(blocks: Tensor, indices: Iterable[int], request: Read) -> Iterator[mem
 
 
 def block_buffer(blocks: Tensor, most: int) -> Tensor:
-    """CPU memory for some of the blocks, at most `most`: uint8 [number, bytes of a block]. torch keeps the memory of
-    buffers of GPUs, which is pinned, for the next ones."""
+    """Allocate CPU memory for at most `most` blocks: uint8 [number, bytes of a block]. Buffers for a GPU's blocks are
+    pinned; torch caches pinned memory for later buffers."""
     number = max(1, min(most, BUFFER_BYTES // blocks.shape[1]))
     return torch.empty(number, blocks.shape[1], dtype=torch.uint8, pin_memory=blocks.is_cuda)
 
 
 def boot_id() -> str:
-    """Another one on each machine, and after each of its starts; empty if the system does not tell."""
+    """Return an id that is unique to this machine and to its last boot; empty if the system provides none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

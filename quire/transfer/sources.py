@@ -1,4 +1,4 @@
-"""Ways to read the blocks of one rank of another engine."""
+"""Transports that read the blocks of one rank of another engine."""
 
 import mmap
 import os
@@ -16,37 +16,37 @@ from quire.transfer.messages import MOST_PIECES, Answer, Await, Data, Describe, 
 from quire.transfer.server import boot_id
 
 Blocks = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
-Pairs = Sequence[tuple[int, int]]  # the number of a block at the other rank, and the index of the own block
+Pairs = Sequence[tuple[int, int]]  # the number of the other rank's block, and the index of this rank's block
 
-_BATCH_BYTES = 4 << 20  # of one answer
-_ASKED = 2  # answers that are under way
+_BATCH_BYTES = 4 << 20  # in one answer
+_ASKED = 2  # requests in flight
 _BATCH_BLOCKS = 1024
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class Source(Protocol):
-    """A way to read blocks. One thread at a time uses it."""
+    """A transport that reads blocks. Only one thread may use it at a time."""
 
     def read(self, pairs: Pairs, runs: Sequence[Run], blocks: Blocks) -> None:
-        """Copy these runs of each of the other rank's blocks into own blocks. Raises OSError or ValueError."""
+        """Copy these runs of the other rank's blocks into this rank's blocks. Raises OSError or ValueError."""
 
     def interrupt(self) -> None:
-        """Have a call of another thread end soon."""
+        """Make a running call of another thread return soon."""
 
     def close(self) -> None: ...
 
 
 class TcpSource:
-    """Reads through a connection."""
+    """Reads over an encrypted TCP connection."""
 
     def __init__(self, host: str, port: int, secret: ClusterSecret, timeout: float = wire.TIMEOUT_SECONDS) -> None:
-        """Raises OSError."""
+        """Connect to a rank's server. Raises OSError."""
         self._connection = wire.Connection(host, port, secret, timeout)
         self.interrupt = self._connection.interrupt
         self.close = self._connection.close
 
     def hello(self) -> Hello:
-        """What the other rank has."""
+        """Return the other rank's description."""
         self._connection.send(Describe())
         answer = self._receive()
         if not isinstance(answer, Hello):
@@ -74,7 +74,7 @@ class TcpSource:
         self._connection.send(Read(number, [remote for remote, _ in parts[number]], runs))
 
     def wait(self, step: int, layer: int) -> Reached:
-        """Wait for the layers of a step below `layer`, for a second or so."""
+        """Wait until the layers of a step below `layer` are computed, for about a second at most."""
         self._connection.send(Await(step, layer))
         answer = self._receive()
         if not isinstance(answer, Reached):
@@ -104,7 +104,8 @@ class MappedSource:
     """Copies from the memory of a rank on the same machine."""
 
     def __init__(self, hello: Hello) -> None:
-        """Raises OSError if the memory cannot be reached: the rank is on another machine, or of another user."""
+        """Map the rank's memory. Raises OSError if this is impossible, for example if the rank is on another machine or
+        belongs to another user."""
         file = hello.file
         block_bytes = hello.layout.block_bytes
         if file is None or not file.boot_id or file.boot_id != boot_id():
@@ -129,14 +130,14 @@ class MappedSource:
                 np.copyto(blocks[own, start : start + length], self._blocks[other, remote : remote + length])
 
     def interrupt(self) -> None:
-        """It never waits."""
+        """Do nothing: `read` never waits."""
 
     def close(self) -> None:
-        self._blocks = np.empty((0, 0), np.uint8)  # the mapping ends with its last user
+        self._blocks = np.empty((0, 0), np.uint8)  # unmapped once nothing refers to it
 
 
 def ask(host: str, port: int, secret: ClusterSecret, timeout: float = wire.TIMEOUT_SECONDS) -> Hello:
-    """What the rank has whose server listens there. Raises OSError or ValueError."""
+    """Return the description of the rank whose server listens at this address. Raises OSError or ValueError."""
     source = TcpSource(host, port, secret, timeout)
     try:
         return source.hello()

@@ -1,4 +1,4 @@
-"""The tier that consists of other engines: it loads blocks that their ranks have."""
+"""The cache tier that consists of other engines: it loads blocks from their ranks."""
 
 import contextlib
 import threading
@@ -25,17 +25,17 @@ from quire.worker.step_clock import NOT_RUN
 
 IDLE_SECONDS = 60.0
 TRANSPORTS = ("shared_memory", "nixl", "tcp")  # in the order in which they are tried
-_REST_SECONDS = 2.0
-_PARTS = 8  # of the layers, each of which is read when it has been computed
-_STILL_SECONDS = 20.0  # after which a rank that does nothing is given up
-_THREADS = 16  # that read, for all peers
+_REST_SECONDS = 2.0  # between two attempts to connect
+_PARTS = 8  # of the layers; each part is read once it has been computed
+_STILL_SECONDS = 20.0  # after this time, loads from a rank without progress fail
+_THREADS = 16  # that read from all peers
 
 
 class PeerStore(Store):
-    """Reads blocks of other engines. The order says whose, and which. It connects to the ranks of a peer when it is
-    asked for their blocks, and keeps the connections until they have not been used for a while."""
+    """Reads blocks of other engines: each order names the engine and the blocks. The store connects to the ranks of a
+    peer on first use, and closes connections that have been idle for a while."""
 
-    load_threads = 16  # most of which wait for steps of peers
+    load_threads = 16  # most of them wait for steps of peers
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class PeerStore(Store):
         timeout: float = wire.TIMEOUT_SECONDS,
         idle: float = IDLE_SECONDS,
     ) -> None:
-        """layout, rank: of this rank. streams: connections to each rank. server: closed with this store."""
+        """layout, rank: this rank's. streams: the number of connections to each rank. server: closed together with this
+        store."""
         self._layout = layout
         self._rank = rank
         self._secret = secret
@@ -68,7 +69,7 @@ class PeerStore(Store):
         threading.Thread(target=self._close_idle, name="quire-kv-idle", daemon=True).start()
 
     def save(self, rows: Rows, order: Transfer) -> list[int]:
-        """Copies nothing: other engines read what they want by themselves."""
+        """Copy nothing: other engines read the blocks by themselves."""
         return list(range(len(order.keys)))
 
     def load(self, rows: Rows, order: Transfer) -> list[int]:
@@ -112,7 +113,7 @@ class PeerStore(Store):
             self._nixl.close()
 
     def _load(self, link: "_Link", peer: Peer, rows: Rows, order: Transfer) -> list[int]:
-        """Returns the indices of the blocks that are not there. Raises what has gone wrong; then the link is closed."""
+        """Return the indices of the blocks that could not be loaded. Closes the link before it raises an error."""
         try:
             if not link.sources:
                 self._open(link, peer)
@@ -122,14 +123,14 @@ class PeerStore(Store):
             raise
 
     def _open(self, link: "_Link", peer: Peer) -> None:
-        """Connect to the ranks of the peer that have what this rank needs."""
+        """Connect to the ranks of the peer that have this rank's layers and heads."""
         try:
             self._connect(link, peer)
         except (wire.WrongSecretError, ValueError):
-            link.rest_until = float("inf")  # a new attempt would end in the same way
+            link.rest_until = float("inf")  # a new attempt would fail in the same way
             raise
         except OSError:
-            link.rest_until = time.monotonic() + _REST_SECONDS  # loads that wait for this one need not try, too
+            link.rest_until = time.monotonic() + _REST_SECONDS  # loads that wait for the lock skip their attempt
             raise
 
     def _connect(self, link: "_Link", peer: Peer) -> None:
@@ -164,7 +165,7 @@ class PeerStore(Store):
             raise ConnectionError("; ".join(reasons))
 
     def _sources(self, transport: str, peer: Peer, number: int, hello: Hello) -> list[Source]:
-        """The ways to read from one rank of the peer, for as many threads. Raises OSError."""
+        """Open the sources for one rank of the peer, one for each reading thread. Raises OSError."""
         if transport == "shared_memory":
             return [MappedSource(hello)]
         if transport == "nixl":
@@ -182,7 +183,7 @@ class PeerStore(Store):
         return sources
 
     def _read(self, link: "_Link", rows: Rows, order: Transfer) -> bool:
-        """Read the parts of the layers as they are computed. Returns False if their step was not run."""
+        """Read each part of the layers as soon as it is computed. Returns False if the step was not run."""
         parts = self._parts
         reached = dict[int, int]()
         while parts:
@@ -205,7 +206,7 @@ class PeerStore(Store):
             blocks = rows.blocks.numpy() if isinstance(rows, HostRows) else np.empty((0, 0), np.uint8)
             self._fill(link, plan, order, range(len(order.keys)), order.block_ids, blocks)
             return
-        # The parts of a block may come from several ranks, so whole blocks are put together in CPU memory.
+        # The parts of a block may come from several ranks, so whole blocks are assembled in CPU memory.
         buffer = block_buffer(rows.blocks, len(order.keys))
         for start in range(0, len(order.keys), len(buffer)):
             indices = range(start, min(start + len(buffer), len(order.keys)))
@@ -218,7 +219,7 @@ class PeerStore(Store):
     def _fill(
         self, link: "_Link", plan: Plan, order: Transfer, indices: range, targets: Sequence[int], blocks: Blocks
     ) -> None:
-        """Read these of the order's blocks, on as many threads as there are sources. Returns when all have ended."""
+        """Read the order's blocks at `indices`, with one thread per source. Returns when all threads have finished."""
         work = _shares(link, plan, order, indices, targets)
 
         def read(source: Source) -> None:
@@ -245,8 +246,8 @@ class PeerStore(Store):
 
 
 class _Link:
-    """What connects this rank with one peer. The lock is held by the thread that uses the sources. users: threads that
-    use it or wait for it. rest_until: when to connect again, after that has failed."""
+    """This rank's connections to one peer. lock: held by the thread that uses the sources. users: the number of threads
+    that use the link or wait for it. rest_until: the earliest time of the next attempt after a failed one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -262,12 +263,12 @@ class _Link:
         return not self.users and time.monotonic() > self.used_at + seconds
 
     def ranks(self, layers: range) -> set[int]:
-        """The ranks of the peer from which these layers are read."""
+        """Return the numbers of the peer's ranks from which these layers are read."""
         return {number for group in self.plan(layers) for number in group}
 
     def wait(self, number: int, step: int, layer: int) -> int:
-        """Wait until a rank has computed its layers below `layer` of a step. Returns how far it is, see StepClock.
-        Raises OSError or ValueError."""
+        """Wait until a rank has computed its layers below `layer` of a step. Returns the layer it has reached (see
+        StepClock). Raises OSError or ValueError."""
         ticks = -1
         since = time.monotonic()
         while True:
@@ -298,7 +299,7 @@ class _Link:
 def _shares(
     link: _Link, plan: Plan, order: Transfer, indices: range, targets: Sequence[int]
 ) -> dict[Source, list[tuple[Pairs, list[Run]]]]:
-    """What to read from each source: if a rank has several, each gets an equal share of the blocks."""
+    """Return the reads of each source. If a rank has several sources, each gets an equal share of the blocks."""
     by_group: dict[int, list[tuple[int, int]]] = {}
     for index, target in zip(indices, targets, strict=True):
         by_group.setdefault(order.keys[index][0], []).append((order.slots[index], target))

@@ -1,10 +1,10 @@
 """Connections between ranks of different engines: ZeroMQ with CURVE, whose keys come from the cluster's secret.
 
-Only peers with the secret can ask for blocks, and everything is encrypted and authenticated, the bytes of blocks too. A
-message is a frame with a msgpack structure. Frames with the bytes of blocks may follow it.
+Only peers with the secret can request blocks. Everything is encrypted and authenticated, including the blocks. A
+message is a frame with a msgpack structure, which frames with the bytes of blocks may follow.
 
-An executor and its ranks use `quire.executor.link` instead: once both have proved that they know the engine's key,
-they believe what arrives.
+An executor and its ranks use `quire.executor.link` instead: after both ends have proved that they know the engine's
+key, they trust all further data.
 """
 
 import threading
@@ -22,8 +22,8 @@ from quire.messages.errors import error_text
 
 TIMEOUT_SECONDS = 10.0
 MOST_FRAME_BYTES = 1 << 20  # a peer that sends a longer frame loses its connection
-_FRAME_BYTES = 256 << 10  # of blocks; ZeroMQ takes long to allocate larger frames
-_TICK_MILLISECONDS = 100  # within which an interruption is noticed
+_FRAME_BYTES = 256 << 10  # of a frame with blocks; ZeroMQ allocates larger frames slowly
+_TICK_MILLISECONDS = 100  # an interruption is noticed within this time
 _HAS_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | _HAS_ENDED
 
@@ -35,7 +35,7 @@ class WrongSecretError(ConnectionError):
 
 
 class Connection:
-    """The client's end of a connection, which one thread at a time uses. It ends with the first failure."""
+    """The client's end of a connection. Only one thread may use it at a time. The first failure ends the connection."""
 
     def __init__(self, host: str, port: int, secret: ClusterSecret, timeout: float = TIMEOUT_SECONDS) -> None:
         """Connect, and prove that both ends have the secret. timeout: the longest time without an answer, in seconds.
@@ -46,7 +46,7 @@ class Connection:
         self._timeout = timeout
         self._is_interrupted = threading.Event()
         self._events_before = 0
-        self._context = zmq.Context()  # of its own, since a context's thread decrypts what arrives
+        self._context = zmq.Context()  # one per connection, since a context's thread decrypts its data
         try:
             self._socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
             self._monitor: zmq.Socket[Any] = self._socket.get_monitor_socket(_EVENTS)
@@ -64,18 +64,18 @@ class Connection:
             raise
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises ValueError for a message that is too long."""
+        """Send a message. Raises ValueError if it is too long."""
         body = msgspec.msgpack.encode(message)
         if len(body) > MOST_FRAME_BYTES:
             raise ValueError(f"a message of {len(body):,} bytes is too long")
         self._socket.send(body)
 
     def receive(self, decoder: "msgspec.msgpack.Decoder[T]") -> T:
-        """The next message. Raises OSError, and ValueError for a message that no honest peer sends."""
+        """Return the next message. Raises OSError, and ValueError for an invalid message."""
         return decoder.decode(self._receive())
 
     def receive_data(self) -> Iterator[memoryview]:
-        """The bytes of blocks that follow a message, frame by frame, for as long as the caller asks. Raises OSError."""
+        """Yield the frames with blocks that follow a message; the caller stops after the last one. Raises OSError."""
         while True:
             yield self._receive()
 
@@ -84,7 +84,7 @@ class Connection:
         return self._socket.recv(copy=False).buffer
 
     def _wait(self, is_over: Callable[[dict[Any, int]], bool]) -> None:
-        """Wait until `is_over`, which is given the sockets that can be read. Raises OSError."""
+        """Wait until `is_over` returns True for the readable sockets. Raises OSError."""
         ends = time.monotonic() + self._timeout
         while True:
             ready = dict(self._poller.poll(min(_TICK_MILLISECONDS, self._timeout * 1000)))
@@ -110,7 +110,7 @@ class Connection:
         self._events_before |= event
 
     def interrupt(self) -> None:
-        """Have calls of other threads end soon."""
+        """Make running calls of other threads return soon."""
         self._is_interrupted.set()
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Connection:
 
 
 def frames(pieces: Iterable[memoryview]) -> Iterator[bytes]:
-    """A copy of the pieces, in frames of equal size but for the last one."""
+    """Copy the pieces into frames, all of equal size except the last."""
     parts: list[memoryview] = []
     room = _FRAME_BYTES
     for piece in pieces:
@@ -137,7 +137,7 @@ def frames(pieces: Iterable[memoryview]) -> Iterator[bytes]:
 
 
 def fill(targets: Iterable[memoryview], data: Iterable[memoryview]) -> None:
-    """Fill the targets with the data, in their order. Raises ValueError if there is too little of it."""
+    """Fill the targets in order with the data. Raises ValueError if there is too little data."""
     rest = iter(data)
     piece = memoryview(b"")
     for target in targets:

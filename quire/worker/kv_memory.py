@@ -17,7 +17,7 @@ from quire.ops.memory import upload, zeros
 class KVMemory:
     """All blocks of one rank, as bytes. Block 0, the null block, is zero and belongs to no request.
 
-    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts says where the entries of a KV group lie.
+    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts returns the places of a KV group's entries.
 
     Copies, reads and writes are ordered with the steps. They see the stores of all steps submitted before them, even if
     the device has not run these steps yet. All steps submitted after them see their writes. So copy a block before
@@ -29,8 +29,9 @@ class KVMemory:
         """shared: whether other processes may map the blocks. They are then in an in-memory file, `handle`, if the
         system supports such files."""
         self.handle: int | None = None
-        # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: entries of the null block, read
-        # with weight 0 for tokens outside a window, and entries of tokens that a drafter has missed.
+        # Zeros, since some entries are read although they were never stored, and 0 * NaN is NaN. These are entries of
+        # the null block, which have weight 0 for tokens outside a window, and entries of tokens that a drafter has
+        # missed.
         if shared and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
                 self.handle = os.memfd_create("quire-kv")

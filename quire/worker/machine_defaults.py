@@ -91,7 +91,7 @@ class Estimate:
         return _CALLS_PER_LAYER * self.work.layers * self.profile.calls[threads]
 
     def threads(self) -> int:
-        """Return the fewest threads that reach WITHIN of the best speed, for one stream and for prompts.
+        """Return the fewest threads that reach the share WITHIN of the best speed, for one stream and for prompts.
 
         If the two need different numbers, both should lose as little as possible. Fewer than all threads are chosen
         only if they are clearly sufficient.
@@ -109,7 +109,7 @@ class Estimate:
 
     def chunk(self) -> int:
         """Return the default size, unless another size is faster by more than the tolerance and the noise; then return
-        the smallest of SIZES with which prompts reach WITHIN of the best speed.
+        the smallest of SIZES with which prompts reach the share WITHIN of the best speed.
 
         Longer steps need more memory, and streams wait longer for them. The estimate omits some costs of shorter steps.
         """

@@ -152,10 +152,10 @@ class Runner(ABC, Generic[Launched]):
             raise ConfigError(self._not_finite())
 
     def _check_numbers(self, step: SchedulerOutput, results: Sequence[Tensor]) -> None:
-        """Refuse requests whose first results are not finite, until a step has finite ones only.
+        """Refuse requests whose first results are not finite, until all results of a step are finite.
 
         A type with too small a range gives NaN from the first step on, so later steps are not checked. The step is not
-        skipped: not all ranks have the results, and those without them are running it. results: by request, see
+        skipped, because the ranks that do not have the results are already running it. results: by request, see
         results_of.
         """
         wrong = [index for index, result in enumerate(results) if not _is_finite(result)]

@@ -97,7 +97,7 @@ def _step_seconds(runner: Runner[Any], most_tokens: int, group: Communicator) ->
         is_saturated = half is not None and measured[tokens] >= 2 * _SATURATED * half
         if not agree(not is_saturated and time.perf_counter() - began < _SECONDS):
             break
-    # A disturbance of one run may be over by a later run.
+    # A disturbance may have ended before a later run.
     for _ in range(3, _RUNS):
         if not agree(time.perf_counter() - began < _SECONDS):
             break

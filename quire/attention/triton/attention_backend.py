@@ -106,8 +106,8 @@ class TritonAttention(PreparingBackend):
         return next(good, fewest)
 
     def _registers(self, tile: Tile) -> dict[str, int]:
-        """Return the option that limits registers. Prompts use it only where products leave their results in tensor
-        memory: elsewhere, ptxas spills if it may use all registers."""
+        """Return the option that limits registers. Prompts use it only on cards where products leave their results in
+        tensor memory. For other cards, ptxas spills registers when it is allowed to use all of them."""
         if tile.rows < 32:
             return self._card.most_registers(tile.warps, self._tiles.programs)
         return self._card.most_registers(tile.warps, 1) if self._card.capability == 100 else {}

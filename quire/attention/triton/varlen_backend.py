@@ -107,7 +107,7 @@ class TorchVarlenAttention(VarlenAttention):
 
 @cache
 def _asks_for_gqa() -> bool:
-    """torch 2.11 accepts fewer KV heads than query heads as they are. Later versions need the argument enable_gqa."""
+    """Whether torch needs the argument enable_gqa for fewer KV heads than query heads. torch 2.11 does not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -167,8 +167,8 @@ def _iq1_m(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 _SHIFT = 0.125  # of a group of IQ1's -1, 0 and 1, up or down
 
-# By type: the layout, and the factor from the codebook's values to the table's; None for IQ1, whose "signs" shift a
-# group up or down. Scales are odd integers.
+# For each type, the layout, and the factor that converts the codebook's values to those of the table. The factor is
+# None for IQ1, whose "signs" shift a group up or down. Scales are odd integers.
 _LAYOUTS: dict[str, tuple[_Layout, float | None]] = {
     "IQ1_S": (_iq1_s, None),
     "IQ1_M": (_iq1_m, None),

@@ -71,8 +71,8 @@ class TableCodes(Scheme):
         rows: Sequence[slice],
         runs: Sequence[tuple[slice, slice]],
     ) -> list[LinearWeight]:
-        """The weights of all experts in one tensor, as in gpt-oss: codes [experts, out, groups, 16], scales [experts,
-        out, groups].
+        """Return the weights of all experts in one tensor, as in gpt-oss: codes [experts, out, groups, 16], scales
+        [experts, out, groups].
 
         rows: the checkpoint's outputs for each of the shape's parts. runs: see fused_experts.
         """

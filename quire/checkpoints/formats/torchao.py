@@ -194,7 +194,8 @@ def _is_pair(sizes: object) -> bool:
 
 
 def _tiles(words: Tensor) -> Tensor:
-    """The codes of PyTorch's `_convert_weight_to_int4pack`: int32 [out / 8, in / (16 k), 32, k / 2] -> uint8 [out, in].
+    """Return the codes of PyTorch's `_convert_weight_to_int4pack`: int32 [out / 8, in / (16 k), 32, k / 2] -> uint8
+    [out, in].
 
     Words are in the order of the threads of a warp, which multiply k adjacent tiles of 16 inputs and 8 outputs. A word
     contains codes of one output, from two tiles. In binary, let i4 i3 i2 i1 i0 be the input's index in these tiles and

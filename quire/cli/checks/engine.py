@@ -7,7 +7,8 @@ from quire.messages.errors import error_text
 
 @cache
 def import_failure() -> str | None:
-    """The reason why the engine cannot be imported, or None. A second attempt would fail with a misleading message."""
+    """Return the reason why the engine cannot be imported, or None. A second attempt would fail with a misleading
+    message."""
     try:
         import quire.ops  # noqa: F401
     except Exception as error:
@@ -23,7 +24,8 @@ def need_engine() -> None:
 
 @cache
 def num_threads() -> int:
-    """The threads that an engine with one rank starts for its kernels. Raises RuntimeError like `need_engine`."""
+    """Return the threads that an engine with one rank starts for its kernels. Raises RuntimeError like
+    `need_engine`."""
     need_engine()
     from quire.executor.threads import choose_threads
 

@@ -51,7 +51,7 @@ def _threads(data: Mapping[str, Any]) -> str:
 
 
 def _kernels(rank: Mapping[str, Any]) -> str:
-    """The number of operations for each implementation."""
+    """Return the number of operations for each implementation."""
     counts = Counter(rank["kernels"].values())
     text = ", ".join(f"{name} for {count} operations" for name, count in counts.most_common())
     if rank["device"] != "cpu":

@@ -77,7 +77,7 @@ class _Process:
             os.setpgid(self._pid, self._pid)
 
     def next_finding(self, deadline: float) -> Finding | None:
-        """The next finding of the current check, or None at its end. Raises _LostError."""
+        """Return the next finding of the current check, or None at its end. Raises _LostError."""
         if not self._received.poll(max(0.0, deadline - time.monotonic())):
             raise _LostError("it did not end in time")
         try:
@@ -107,7 +107,7 @@ class _Process:
         while self._status is None and time.monotonic() < deadline:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
-            except ChildProcessError:  # the parent of this process has set that nobody waits for children
+            except ChildProcessError:  # SIGCHLD is ignored, a setting inherited from the parent
                 pid = self._pid
                 status = 0
             if pid:
@@ -128,7 +128,7 @@ class _Process:
 
 
 def _scratch_file() -> int:
-    """A file for the output of the checks' libraries to standard output and standard error."""
+    """Return a file for the output of the checks' libraries to standard output and standard error."""
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
             return os.memfd_create("quire-doctor")

@@ -37,5 +37,5 @@ def problem(found: str, advice: str) -> Finding:
 
 
 def memory_text(size: float) -> str:
-    """A number of bytes of memory, in the binary units that systems use."""
+    """Format a number of bytes of memory, in the binary units that systems use."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

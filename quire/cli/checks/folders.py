@@ -84,8 +84,8 @@ def check_temporary_files() -> Iterator[Finding]:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """The reason why this user cannot write to the folder or, if it is missing, cannot create it; None if that is
-    possible.
+    """Return the reason why this user cannot write to the folder or, if it is missing, cannot create it; None if that
+    is possible.
     """
     try:
         with tempfile.TemporaryFile(dir=_existing(folder)):
@@ -95,7 +95,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
+    """Return the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -111,7 +111,7 @@ def _free(folder: Path) -> int:
 
 
 def _file_system(folder: Path) -> tuple[str, str]:
-    """The type and the device of the folder's file system, empty if unknown."""
+    """Return the type and the device of the folder's file system, empty if unknown."""
     import psutil
 
     path = _existing(folder).resolve()

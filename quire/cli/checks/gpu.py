@@ -61,7 +61,7 @@ def _no_gpu() -> Finding:
 
 
 def _driver() -> str | None:
-    """The GPU driver on this machine, None if there is none."""
+    """Return the GPU driver on this machine, None if there is none."""
     try:
         version = re.search(r"Kernel Module\D*(\d[\d.]*)", _NVIDIA.read_text())
         return f"NVIDIA's driver {version[1]}" if version else "NVIDIA's driver"

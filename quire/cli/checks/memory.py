@@ -74,7 +74,7 @@ def check_bandwidth() -> Iterator[Finding]:
 
 
 def _read(path: Path) -> str:
-    """The text of a small file, "" if it cannot be read."""
+    """Return the text of a small file, "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -56,7 +56,7 @@ def check_proxies() -> Iterator[Finding]:
 
 
 def _without_password(url: str) -> str:
-    """A user and a password in the URL are secret."""
+    """Return the URL without the user and the password, which are secret."""
     return urlsplit(url if "//" in url else f"//{url}").netloc.rpartition("@")[2]
 
 

@@ -100,7 +100,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def _failure_of(compiler: list[str]) -> str | None:
-    """The reason why it cannot compile a small library with the kernels' options, or None.
+    """Return the reason why it cannot compile a small library with the kernels' options, or None.
 
     Raises OSError if there is no folder for the library.
     """
@@ -169,7 +169,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def _why_not_kept() -> str | None:
-    """The reason why compiled kernels cannot be stored in the cache folder, or None."""
+    """Return the reason why compiled kernels cannot be stored in the cache folder, or None."""
     from quire.ops.cpu.build import check_folder
 
     cache = cache_folder()

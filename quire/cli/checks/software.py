@@ -91,7 +91,7 @@ def _requirements(extra: str = "") -> "list[Requirement]":
 
 
 def _unmet(requirement: "Requirement") -> str | None:
-    """The problem with a package's installed version, or None."""
+    """Return the problem with a package's installed version, or None."""
     found = _installed(requirement.name)
     if found is None:
         return f"{requirement.name} is not installed"

@@ -116,7 +116,7 @@ def check_clock() -> Iterator[Finding]:
 
 
 def _text(path: Path) -> str:
-    """The text of a small file, "" if it cannot be read."""
+    """Return the text of a small file, "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -24,14 +24,14 @@ class Table:
 
     @classmethod
     def of(cls, stream: TextIO, names: Iterable[str]) -> "Table":
-        """A table suited to the stream. Pipes and files get unwrapped lines without colours, for grep."""
+        """Return a table suited to the stream. Pipes and files get unwrapped lines without colours, for grep."""
         if not stream.isatty():
             return cls(names, None, False)
         coloured = os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
         return cls(names, os.get_terminal_size(stream.fileno()).columns or 80, coloured)
 
     def lines(self, name: str, finding: Finding) -> list[str]:
-        """The lines of a finding."""
+        """Return the lines of a finding."""
         level = f"{finding.level:<{_LEVEL_COLUMNS}}"
         if self._coloured:
             level = f"\x1b[{_COLOURS[finding.level]}m{level}\x1b[0m"
@@ -48,8 +48,8 @@ class Table:
         return [f"{level}  {name:<{self._names}}  {text[0]}", *(" " * indent + line for line in text[1:])]
 
     def wrapped(self, text: str, indent: int = 0) -> list[str]:
-        """The text in lines that leave room for the indent. Control characters are escaped, since a text may come from
-        an untrusted source.
+        """Return the text in lines that leave room for the indent. Control characters are escaped, since a text may
+        come from an untrusted source.
         """
         text = printable(" ".join(text.split()), _LONGEST)
         if self._columns is None:

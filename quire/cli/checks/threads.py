@@ -10,7 +10,7 @@ from quire.platform import limits
 
 _NODES = Path("/sys/devices/system/node")
 _BUSY_SHARE = 0.5  # of the processors that other programs use, from which on it is worth a note
-_FEWER_THREADS = 2  # than processors: what docs/production.md recommends to leave to the API process, at most
+_FEWER_THREADS = 2  # than processors; docs/production.md recommends to leave at most this many to the API process
 
 
 def check_cores() -> Iterator[Finding]:
@@ -42,7 +42,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def _nodes_used() -> dict[str, str]:
-    """The NUMA nodes on which this process may run, each with its processors as the kernel lists them."""
+    """Return the NUMA nodes on which this process may run, each with its processors as the kernel lists them."""
     if not hasattr(os, "sched_getaffinity"):
         return {}
     allowed = os.sched_getaffinity(0)
@@ -55,7 +55,7 @@ def _nodes_used() -> dict[str, str]:
 
 
 def _processors(listed: str) -> set[int]:
-    """The numbers in a kernel list, such as 0-3,8."""
+    """Return the numbers in a kernel list, such as 0-3,8."""
     found: set[int] = set()
     for part in filter(None, listed.split(",")):
         first, _, last = part.partition("-")

@@ -34,8 +34,8 @@ class CachedModel:
     repository: "CachedRepoInfo | None"
 
     def snapshot(self, revision: str | None = None) -> Path | None:
-        """The folder with the files of a branch, tag or commit. The default is `main` or, if there is none, the latest
-        revision. None if there is no such folder.
+        """Return the folder with the files of a branch, tag or commit. The default is `main` or, if there is none, the
+        latest revision. None if there is no such folder.
         """
         if self.repository is None:
             return None
@@ -58,7 +58,7 @@ class CachedModel:
 
 
 def cached_models(download_dir: str | None) -> list[CachedModel]:
-    """All models in the cache, by name. Raises OSError or ValueError for a cache that cannot be read."""
+    """Return all models in the cache, by name. Raises OSError or ValueError for a cache that cannot be read."""
     from huggingface_hub import scan_cache_dir
 
     cache = cache_folder(download_dir)
@@ -73,13 +73,13 @@ def cached_models(download_dir: str | None) -> list[CachedModel]:
 
 
 def folder_of(name: str, download_dir: str | None) -> Path:
-    """The folder in the cache where the files of a repository are, or would be."""
+    """Return the folder in the cache where the files of a repository are, or would be."""
     return cache_folder(download_dir) / (_PREFIX + name.replace("/", "--"))
 
 
 def complete_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The files of a repository in the cache, or the first file of its GGUF model; None if there are none, or if some
-    weights are missing. name: optionally with a kind of GGUF model."""
+    """Return the files of a repository in the cache, or the first file of its GGUF model; None if there are none, or if
+    some weights are missing. name: optionally with a kind of GGUF model."""
     repository, kind = split_kind(name)
     model = next((model for model in cached_models(download_dir) if model.name == repository), None)
     snapshot = None if model is None else model.snapshot(revision)
@@ -123,7 +123,7 @@ def lacks_weights(snapshot: Path) -> bool:
 
 
 def files_of_kind(model: CachedModel, kind: str) -> list[Path]:
-    """The files of a GGUF model in all revisions."""
+    """Return the files of a GGUF model in all revisions."""
     revisions = [] if model.repository is None else [revision.snapshot_path for revision in model.repository.revisions]
     return [path / name for path in revisions for name in gguf_kinds(local_files(path)).get(kind, ())]
 

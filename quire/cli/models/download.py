@@ -70,7 +70,7 @@ def _progress(remote: RemoteModel, blobs: Path, fetching: "Future[Path]") -> Ite
 
 
 def _size(blobs: Path, blob: str) -> int:
-    """The number of downloaded bytes of a file."""
+    """Return the number of downloaded bytes of a file."""
     sizes = [0]
     for path in (blobs / blob, *blobs.glob(f"{blob}*{_UNFINISHED}")):
         with contextlib.suppress(OSError):  # it was renamed meanwhile

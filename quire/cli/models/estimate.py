@@ -32,7 +32,7 @@ class Estimate:
 
 
 def estimates(footprint: Footprint, machine: Machine) -> list[Estimate]:
-    """One estimate for each value of --quantization."""
+    """Return one estimate for each value of --quantization."""
     return [_estimate(footprint, machine, quantization) for quantization in footprint.quantizations]
 
 
@@ -52,7 +52,7 @@ def _estimate(footprint: Footprint, machine: Machine, quantization: str | None) 
 
 
 def _speed(footprint: Footprint, machine: Machine, quantization: str | None) -> float:
-    """The estimated speed of one request with a short context, if only reading memory takes time."""
+    """Return the estimated speed of one request with a short context, if only reading memory takes time."""
     device = Device(machine.device, machine.free, machine.bandwidth, {"bf16": inf}, inf, KINDS["measured"])
     times = RooflineTimes(footprint, Layout(), device, quantization)
     return 1 / sum(times.stages([step_work([1], [1], 1, times.windows)]))

@@ -44,7 +44,7 @@ class Facts:
 
 
 def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
-    """The facts of a model in a folder, or in a .gguf file.
+    """Return the facts of a model in a folder, or in a .gguf file.
 
     files: the sizes of all files of the model, for a folder with only the small ones. Raises ModelNotFoundError for
     a folder without a config, and WeightError for a file that is not a GGUF file.
@@ -121,8 +121,8 @@ def _of_gguf(path: Path) -> Facts:
 
 
 def at_a_glance(folder: Path) -> tuple[str, int | None]:
-    """The format of a model's weights and the number of its parameters (None if unknown), from the names of its files
-    and config.json only.
+    """Return the format of a model's weights and the number of its parameters (None if unknown), from the names of its
+    files and config.json only.
     """
     config: dict[str, Any] = {}
     parameters = None
@@ -133,7 +133,7 @@ def at_a_glance(folder: Path) -> tuple[str, int | None]:
 
 
 def local_files(folder: Path) -> dict[str, int]:
-    """The files of a folder and its subfolders, with their sizes in bytes."""
+    """Return the files of a folder and its subfolders, with their sizes in bytes."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
@@ -166,7 +166,7 @@ def _purpose(config: dict[str, Any], spec: DecoderSpec, path: Path) -> tuple[boo
 
 
 def _inputs(spec: DecoderSpec) -> str:
-    """The inputs of a model with an image or audio encoder."""
+    """Return the inputs of a model with an image or audio encoder."""
     if spec.media is None or spec.media.encoder is not None:
         return ""
     from quire.multimodal.processor import load_family  # imports the library of pictures
@@ -195,7 +195,7 @@ def _reason(error: Exception) -> str:
 
 
 def _chat_template(path: Path) -> str | None:
-    """The chat template for conversations with tools, or the only one. None if it cannot be read."""
+    """Return the chat template for conversations with tools, or the only one. None if it cannot be read."""
     from quire.text.tokenizer import read_chat_templates
 
     try:
@@ -217,6 +217,6 @@ def _licence_of_card(card: Path) -> str | None:
 
     try:
         licence = (metadata_load(card) or {}).get("license")
-    except Exception:  # whatever is wrong with a card's YAML, the model is none the worse
+    except Exception:  # a broken model card does not affect the model
         return None
     return licence if isinstance(licence, str) else None

@@ -28,7 +28,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The GPU that an engine would choose, or the CPU. Takes a few tenths of a second, and several
+    """Return the GPU that an engine would choose, or the CPU. Takes a few tenths of a second, and several
     seconds for a GPU.
     """
     if has_gpu_driver():
@@ -41,7 +41,8 @@ def this_machine() -> Machine:
 
 
 def host_bandwidth(free: int) -> float:
-    """Bytes per second that all threads together read and write while they copy buffers. free: bytes of memory."""
+    """Return the bytes per second that all threads together read and write while they copy buffers. free: bytes of
+    memory."""
     import numpy as np
 
     threads = min(processors(), _MOST_THREADS)
@@ -70,7 +71,7 @@ def _gpu(torch: Any) -> Machine:
 
 
 def _median_time(action: Callable[[], object]) -> float:
-    """The minimum seconds that the action takes. Other programs may disturb some runs."""
+    """Return the minimum seconds that the action takes. Other programs may disturb some runs."""
     times = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

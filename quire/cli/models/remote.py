@@ -75,8 +75,8 @@ class RemoteModel:
         return [("kinds", ", ".join(sizes))] if len(sizes) > 1 else []
 
     def missing(self, folder: Path) -> dict[str, int]:
-        """The files missing from the repository's folder in the cache, with the bytes to download for each: none if an
-        earlier commit has the same file.
+        """Return the files missing from the repository's folder in the cache, with the bytes to download for each: none
+        if an earlier commit has the same file.
         """
         snapshot = folder / "snapshots" / self.commit
         blobs = folder / "blobs"
@@ -102,8 +102,8 @@ def ask_hub(model: str, revision: str | None, token: Any) -> RemoteModel:
 
 
 def describe(model: RemoteModel, token: Any) -> Facts:
-    """The facts of a model, from its small files or from the beginnings of its GGUF files, which are not stored. Raises
-    ModelNotFoundError, and WeightError for a file that is not a GGUF file.
+    """Return the facts of a model, from its small files or from the beginnings of its GGUF files, which are not stored.
+    Raises ModelNotFoundError, and WeightError for a file that is not a GGUF file.
     """
     from huggingface_hub import hf_hub_download
 
@@ -133,9 +133,9 @@ def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
 
 
 def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
-    """A sparse file with the beginning of a GGUF file: everything before the tensors, followed by a hole.
+    """Return a sparse file with the beginning of a GGUF file: everything before the tensors, followed by a hole.
 
-    It takes no more disk space than its beginning. The length of the beginning is only known after reading it.
+    Only the beginning takes disk space. The length of the beginning is only known after reading it.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
         try:
             read_part(path)
         except WeightError as error:
-            if "ends early" not in error_text(error):  # all that describes the tensors is there, but not the tensors
+            if "ends early" not in error_text(error):  # the tensors' description is complete, their data is missing
                 break
         size *= 4
     os.truncate(path, total)

@@ -48,7 +48,7 @@ def _sizes(footprint: Footprint) -> list[tuple[str, str]]:
 
 
 def _recognized(facts: Facts) -> tuple[str | None, str | None]:
-    """The names of the formats of tool calls and of thinking, as far as the chat template reveals them."""
+    """Return the names of the formats of tool calls and of thinking, as far as the chat template reveals them."""
     from quire.parsing.recognition import recognized
 
     thinking, tools = recognized(facts.chat_template or "")
@@ -88,7 +88,7 @@ def _speed(estimate: Estimate) -> str:
 
 
 def as_json(facts: Facts, machine: Machine) -> dict[str, Any]:
-    """The same as data. Sizes are bytes."""
+    """Return the report as data. Sizes are bytes."""
     (tools, thinking), footprint = _recognized(facts), facts.footprint
     answer: dict[str, Any] = {
         "problem": facts.problem,

@@ -39,20 +39,20 @@ def listed_names() -> dict[str, str]:
 
 
 def short_name_of(repository: str) -> str | None:
-    """The short name, with its size, of a repository on the hub."""
+    """Return the short name, with its size, of a repository on the hub."""
     return next((name for name, named in listed_names().items() if named == repository), None)
 
 
 def created_model(model: str, download_dir: str | None) -> CreatedModel | None:
-    """The model created under this name by a client of Ollama's API. A local folder comes first."""
+    """Return the model created under this name by a client of Ollama's API. A local folder comes first."""
     if os.path.isdir(model) or model.startswith((".", "~", "/")) or model.endswith(".gguf"):
         return None
     return CreatedModels(download_dir).all().get(model.removesuffix(":latest"))
 
 
 def resolve_name(model: str | None) -> str | None:
-    """The model that a name on the command line refers to: a path, a repository on the hub, or None for the bundled
-    model.
+    """Return the model that a name on the command line refers to: a path, a repository on the hub, or None for the
+    bundled model.
 
     A local folder comes before a short name. Raises ValueError for a name that can be none of these, and suggests
     similar ones.

@@ -77,7 +77,7 @@ class Feed:
             with self._open("/ui/about") as answer:
                 about = json.load(answer)
             with self.lock:
-                if self.picture is not None and self.picture.has_details:  # the curves go on
+                if self.picture is not None and self.picture.has_details:  # the curves continue
                     reader.picture.output = self.picture.output
                     reader.picture.prompt = self.picture.prompt
                 self.title = printable(f"Quire {about['version']}, {', '.join(about['models'])}", 200)

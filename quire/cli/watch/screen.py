@@ -22,7 +22,7 @@ _MAP_LINES = 2
 
 
 def draw(feed: Feed, url: str, width: int, height: int) -> Text:
-    """The screen. Hold the feed's lock."""
+    """Return the screen. Hold the feed's lock."""
     picture = feed.picture
     state = feed.problem or (picture.state if picture is not None else "")
     lines = [_head(feed.title, url, "lost" if feed.problem and picture is not None else state, width)]
@@ -123,7 +123,7 @@ def _no_details() -> Iterable[Text]:
 
 
 def _said(step: dict[str, Any]) -> str:
-    """What a step has computed."""
+    """Describe the tokens that a step has computed."""
     kinds = ("prompt", "cached", "decode", "accepted", "rejected")
     counts = ", ".join(f"{step[kind]:,} {kind}" for kind in kinds if step.get(kind))
     return f"{step['requests']} requests: {counts or 'nothing'} (tokens)"
@@ -153,7 +153,7 @@ def _map(cells: str, space: int) -> Iterable[Sequence[tuple[str, str]]]:
 
 
 def _requests(requests: Sequence[dict[str, Any]], width: int, lines: int) -> list[Text]:
-    """A table of the requests with a line for each, as far as they fit."""
+    """Return a table of the requests with a line for each, as far as they fit."""
     if lines < 3:
         return []
     name_space = max(width - 62, 12)

@@ -36,7 +36,7 @@ def show(feed: Feed, url: str) -> None:
 
 
 def _keys() -> bytes | None:
-    """The keys pressed within some time; empty if the terminal is closed, None if no key was pressed."""
+    """Return the keys pressed within some time; empty if the terminal is closed, None if no key was pressed."""
     if not select.select([sys.stdin], [], [], _SECONDS)[0]:
         return None
     return os.read(sys.stdin.fileno(), 64)

@@ -54,7 +54,7 @@ def glm_moe_dsa(config: HfConfig) -> DecoderSpec:
 
 
 def with_indexers(spec: DecoderSpec, config: HfConfig, interleaved: bool = False) -> DecoderSpec:
-    """The same with sparse attention."""
+    """Return the spec with sparse attention."""
     indexer = IndexerSpec(config["index_n_heads"], config["index_head_dim"], config["index_topk"], interleaved)
     return replace(spec, mixers=tuple(replace(mixer, indexer=indexer) for mixer in latents(spec)))
 
@@ -98,7 +98,7 @@ def dots1(config: HfConfig) -> DecoderSpec:
 
 
 def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
-    """The MLP of each layer. The first layers are dense."""
+    """Return the MLP of each layer. The first layers are dense."""
     act = config.get("hidden_act", "silu")
     size = config["moe_intermediate_size"]
     grouped = is_v3 or config.get("topk_method", "greedy") == "group_limited_greedy"

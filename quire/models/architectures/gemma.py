@@ -79,8 +79,8 @@ def gemma3(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
-    """Gemma 3 with image input, if its config describes the vision model. Otherwise the text model, and the weights of
-    a vision tower are ignored."""
+    """Gemma 3 with image input, if its config describes the vision model. Otherwise, this is the text model, and the
+    weights of a vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
     media = None

@@ -259,7 +259,7 @@ def falcon_h1(config: HfConfig) -> DecoderSpec:
     )
     attention = spec.mixers[0]
     assert isinstance(attention, AttentionSpec)
-    hybrid = HybridSpec(  # scores grow with their keys
+    hybrid = HybridSpec(  # the key multiplier scales the scores
         replace(attention, scale=attention.head_dim**-0.5 * config.get("key_multiplier", 1.0)),
         state_space,
         (config.get("attention_in_multiplier", 1.0), config.get("attention_out_multiplier", 1.0)),

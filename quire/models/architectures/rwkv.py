@@ -36,7 +36,7 @@ def rwkv7(config: HfConfig) -> DecoderSpec:
     )
 
 
-# How ranks follow from the width if config.json has none: a factor of its root, and whether they grow with heads.
+# The default ranks if config.json has none: a multiple of the width's square root, and whether it grows with the heads.
 _RANKS = {"decay": (2.5, True), "a": (2.5, True), "gate": (5.0, False), "v": (1.7, True)}
 
 

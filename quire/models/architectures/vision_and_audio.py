@@ -24,7 +24,7 @@ UNUSED = r"^(model\.)?vision_tower\."  # layers after the last one that is read,
 
 
 def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
-    """The spec of the text model. Raises ValueError for a family that does not support images."""
+    """Return the spec of the text model. Raises ValueError for a family that does not support images."""
     text: dict[str, Any] = {**config["text_config"]}
     if (tied := config.get("tie_word_embeddings")) is not None:  # transformers also reads the field of the whole model
         text["tie_word_embeddings"] = tied

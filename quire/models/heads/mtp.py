@@ -32,7 +32,8 @@ class Layout:
 
 
 class PredictLayer(LayerStack):
-    """One more layer like the target model's last with attention (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """An additional layer, built like the target model's last attention layer (DeepSeek-V3, arXiv:2412.19437, section
+    2.2).
 
     From the hidden state h of a position and the embedding e of the next token, it computes
 
@@ -108,7 +109,7 @@ def _attends_alone(mixer: MixerSpec | None) -> bool:
 def deepseek_mtp(
     builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
 ) -> PredictLayer:
-    """The HeadMaker of DeepSeek-V3, R1 and GLM-4.5, which store this layer after their last."""
+    """The HeadMaker of DeepSeek-V3, R1 and GLM-4.5, which store this layer after their last layer."""
     return PredictLayer(builder, target, has, max_model_len, Layout(f"model.layers.{target.spec.num_layers}."))
 
 

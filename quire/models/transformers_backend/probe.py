@@ -75,7 +75,7 @@ class LayerAttention:
 
 
 def register() -> Recorder:
-    """A recorder, registered with transformers as the attention function NAME."""
+    """Return a recorder, registered with transformers as the attention function NAME."""
     recorder = Recorder()
     ALL_ATTENTION_FUNCTIONS.register(NAME, recorder.attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, recorder.mask)

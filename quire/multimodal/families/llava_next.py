@@ -75,7 +75,7 @@ def tile_sizes(config: Config) -> tuple[int, int]:
 
 
 def most_tiles(config: Config) -> int | None:
-    """The maximum of an image's embeddings, in tiles; LLaVA-OneVision reduces them by interpolation."""
+    """Return the maximum of an image's embeddings, in tiles; LLaVA-OneVision reduces them by interpolation."""
     if config.get("model_type") != "llava_onevision":
         return None
     return int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))

@@ -131,7 +131,7 @@ class CoreProfiler:
         running.is_recording = False
         self._core.busy(PROFILE_SECONDS)  # in this time, no thread of this process may be able to send heartbeats
         try:
-            # The ranks still wait longer for this process, since they record.
+            # The ranks still ignore this process's silence, since they are recording.
             _stop_both(trace, lambda: self._core.executor.change(_told(running.order, write)), write)
         finally:
             self._core.busy(0)

@@ -36,7 +36,7 @@ logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instruction set: tools/build_wheel.py
-# Without errno, a square root is one instruction. For the reason why nothing may be contracted, see fma in lanes.h.
+# Without errno, a square root is one instruction. See fma in lanes.h for the reason why contraction is disabled.
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-fno-math-errno", "-ffp-contract=off")
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
@@ -100,7 +100,7 @@ class UnitLibrary(Library):
 
     @property
     def path(self) -> Path:  # type: ignore[override]
-        """The path of the unit on which the others depend, or of any unit without it."""
+        """The path of the unit on which the others depend, or of any other unit if that one is missing."""
         name = TEAM if TEAM in self.units else min(self.units)
         return Path(self._files[name]._name) if name in self._files else self._path(name)
 
@@ -384,7 +384,7 @@ recorder = _Recorder()
 
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
-    """Return a kernel of `library()`, which must exist; otherwise, no implementation that calls this is chosen."""
+    """Return a kernel of `library()`, which must exist. (Without it, no implementation that calls this is chosen.)"""
     function = _kernel(name, arguments)
     record = recorder.record
     return function if record is None else record(name, arguments, function)

@@ -62,7 +62,7 @@ def _scratch(library: Path, waits: bool = True) -> Iterator[Path | None]:
     """Yield a folder in which to create the library, or None if it exists, perhaps because another process has just
     made it.
 
-    waits: whether to wait while another process makes it; otherwise, yield None then.
+    waits: whether to wait while another process makes it, instead of yielding None.
     """
     import fcntl  # not on Windows, where nothing is compiled
 

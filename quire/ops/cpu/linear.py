@@ -10,7 +10,7 @@ from quire.ops.reference.elementwise import combine_experts, grouped_linear, lin
 
 
 def check_width(given: int, expected: int) -> None:
-    """Raise ValueError if they differ, since the kernels would read past the end of the rows."""
+    """Raise ValueError if the widths differ, since the kernels would read past the end of the rows."""
     if given != expected:
         raise ValueError(f"a product with weights for {expected} inputs got {given}")
 

@@ -35,7 +35,7 @@ PROCESSORS = {  # by the compiler's name of a processor: the one of these instru
     "cortex-a76": "neon-dotprod", "neoverse-n1": "neon-dotprod", "neoverse-v1": "neon-bf16",
     "neoverse-n2": "neon-bf16", "neoverse-v2": "neon-bf16", "apple-m1": "neon-dotprod", "apple-m2": "neon-bf16",
 }  # fmt: skip
-# What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
+# Features that the kernels' sources distinguish. Libraries for two processors that agree in them are equally fast.
 USED_FEATURES = {
     "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX,
     "asimd", "asimddp", "i8mm", "bf16",

@@ -47,7 +47,7 @@ class QuantizedPanels:
 
     @property
     def by_row(self) -> dict[str, Tensor]:
-        """The panels that have as many rows as the matrix, or slightly more."""
+        """The tensors that have one row for each row of the matrix, or slightly more rows."""
         return {name: panels.data for name, panels in self._panels().items()}
 
     def rows(self, start: int, stop: int) -> "QuantizedPanels":
@@ -107,7 +107,8 @@ class QuantizedPanels:
         return rows
 
     def joined(self, others: Sequence["QuantizedPanels"]) -> "QuantizedPanels":
-        """Concatenate the outputs of this and of others of the same form, each of whole panels."""
+        """Concatenate the outputs of this matrix and of others of the same form, each of which consists of whole
+        panels."""
         parts = {
             name: [panels, *(other._panels()[name] for other in others)] for name, panels in self._panels().items()
         }

@@ -99,7 +99,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _word(letter: str, value: Any) -> int:
-    """An argument of a kernel, encoded in 64 bits."""
+    """Return an argument of a kernel, encoded in 64 bits."""
     if letter == "f":
         return int.from_bytes(struct.pack("<f", value), "little")
     return int(value or 0)

@@ -172,7 +172,7 @@ def rotary_embedding(
 
 @declare_invariant("cpu")
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row, in float32. x: [rows, dim], any float type -> [rows, 1]."""
+    """Return the sum of each row, in float32. x: [rows, dim], any float type -> [rows, 1]."""
     return x.float().sum(-1, keepdim=True)
 
 

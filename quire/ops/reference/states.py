@@ -35,7 +35,7 @@ class Pages(NamedTuple):
     inputs: Tensor  # [blocks, width - 1 + drafts, channels]: inputs of the convolution, float32
     mlp_inputs: Tensor  # likewise for the MLP, if it reads the previous token: [blocks, ..., mlp_channels]
     state: Tensor  # [blocks, heads, key_dim, value_dim]: the state after `number` tokens, float32
-    behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of tokens behind these, float32
+    behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of later tokens, float32
     number: Tensor  # [blocks], int32
 
     @classmethod
@@ -80,11 +80,10 @@ class Span(NamedTuple):
 
 @dataclass
 class StatePlan:
-    """A step from the point of view of layers with a state.
-
-    Request r continues from the page in the block of the token before its first token. A page is stored in each block
-    that contains tokens of the step. Its state is the one after the last of these tokens, or after an earlier token if
-    later ones may be rejected drafts. The first token of a step is never a draft, and at most `drafts` tokens are.
+    """A step as recurrent layers need it. Request r continues from the page in the block of the token before its first
+    token. A page is stored in each block that contains tokens of the step. Its state is the one after the last of these
+    tokens, or after an earlier token if later ones may be rejected drafts. The first token of a step is never a draft,
+    and at most `drafts` tokens are.
 
     starts: [requests + 1], int32, in the flat batch; lengths: [requests], int32, including the step's tokens; table:
     [requests, blocks], int32. C++ kernels read `step`, which points to these. tokens_per_request: see StepLayout.
@@ -320,7 +319,7 @@ def removal_keys(
 
 @declare_invariant(*ANYWHERE)
 def add_bonus(y: Tensor, weight: Tensor, bias: Tensor, bonus: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-    """The result of RWKV-7's heads: (y * weight + bias + bonus * v) * gate, in float32.
+    """Return the result of RWKV-7's heads: (y * weight + bias + bonus * v) * gate, in float32.
 
     y: [tokens * heads, dim], normed; weight, bias: [n], float32; bonus: [tokens * heads, 1], float32; v, gate: [tokens,
     n] -> [tokens, n] of v's type.

@@ -61,7 +61,7 @@ def _dense(
     INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A program computes ROWS x OUTS results of a head (program_id(1)); with PARTS, one part of their sums.
+    """A program computes ROWS x OUTS results of a head (program_id(1)), or with PARTS one part of their sums.
 
     part: the inputs of a part, a multiple of INS. WHOLE: whether ins is a multiple of INS. out: [rows, heads, outs];
     parts: [parts, rows, heads, outs] in float32.
@@ -124,11 +124,12 @@ def _add_parts(out, parts, bias, rows, outs, count, BIAS: tl.constexpr, BLOCK: t
 
 # One tile for all cards and all numbers of rows. Compiled for 8.0, 9.0, 10.0 and 12.0 with Triton 3.6 and 3.9:
 #   16 bits: wgmma on 9.0 (128 KiB of shared memory, 177 registers), tcgen05 on 10.0 (128 KiB, 166), mma.sync on 8.0 and
-#            12.0 (96 KiB, 232); one program a processor, no spills. A single row takes as long as 128 rows: the tensor
-#            cores compute 128 rows of 2-byte weights faster than the memory delivers the weights, so it costs nothing
-#            while all processors are busy. Long prompts read x and weights from the cache of the card more often than
-#            cuBLAS' tiles of 128 x 256 do; such a tile would spill here, since there are two sums.
-#   float32: no tensor cores (128 registers); a tile of 64 rows would compute longer for one row than weights are read.
+#            12.0 (96 KiB, 232); one program a processor, no spills. A single row takes as long as 128 rows. This costs
+#            nothing while all processors are busy: tensor cores compute 128 rows of 2-byte weights faster than the
+#            memory delivers the weights. For long prompts, x and weights are read from the cache of the card more often
+#            than with cuBLAS' tiles of 128 x 256; such a tile would spill here, since there are two sums.
+#   float32: no tensor cores (128 registers). With a tile of 64 rows, computing a single row would take longer than
+#            reading the weights.
 _TILE_OF_16_BITS = Tile(128, 128, 64, 8, 4)
 _TILE_OF_FLOAT32 = Tile(32, 64, 32, 4, 3)
 _SMALLEST_PART = 512  # inputs

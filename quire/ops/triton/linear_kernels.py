@@ -205,7 +205,7 @@ def _product(
                 )
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
-                if ROWS <= 32:  # Tensor cores have time for it. The ones are made from `left`, so they get its layout.
+                if ROWS <= 32:  # Tensor cores are not busy. The ones are computed from `left`, to get its layout.
                     total = multiplied((left * 0.0 + 1.0).to(right.dtype), right, total, PRECISION)
                 else:
                     total += tl.sum(right.to(tl.float32), 0)[None, :]

@@ -271,7 +271,7 @@ def _close_ranks(values, tokens, counts, parts, PARTS: tl.constexpr, PART: tl.co
         tl.debug_barrier()  # all threads have read the candidates that are overwritten next
         tl.store(values + to, x, mask=to < count)
         tl.store(tokens + to, token, mask=to < count)
-    tl.debug_barrier()  # what one thread wrote, others read next
+    tl.debug_barrier()  # other threads read these values next
     return count
 
 

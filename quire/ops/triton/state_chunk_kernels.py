@@ -117,9 +117,10 @@ def _prepare(
 ):
     """mixed: [tokens, heads, CHUNK], the factors of the chunk's changes in a token's result; with REMOVAL, the same
     amount again for values. A change is a row of values: [tokens, heads, value_dim] minus a row of keys: [tokens,
-    heads, KEY_DIM] times the state before the chunk. decayed: BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM]: the query
-    and the write key, with their decays in the chunk; in its first row all decays; with REMOVAL the key of the values.
-    PART: elements of keys and values that are processed at a time. LEVELS: CHUNK is 2^LEVELS."""
+    heads, KEY_DIM] times the state before the chunk. decayed: used with BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM].
+    It contains the query and the write key, with their decays in the chunk; the decays of the whole chunk, only for its
+    first token; and with REMOVAL the key of the values. PART: elements of keys and values that are processed at a time.
+    LEVELS: CHUNK is 2^LEVELS."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
     KINDS: tl.constexpr = 4 if REMOVAL else 3
     slot = tl.program_id(0)

@@ -12,7 +12,7 @@ if not INTERPRETED:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """The value of PRECISION for `multiplied`."""
+    """Return the value of PRECISION for `multiplied`."""
     if INTERPRETED:
         return "interpreted"
     return "ieee" if dtype is torch.float32 else "tf32"

@@ -24,8 +24,9 @@ class Tile:
     splits: int = 1
 
 
-# By the kind of weight ("dense": experts, "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
-# dequantized, "four", "offsets": four bits with offsets, "table": four bits that are looked up) and the rows of a tile.
+# By the kind of weight and the rows of a tile. The kinds are "dense" (experts), "float32", "int8" and "float8" (8-bit
+# products), "wide" (dequantized from 8 bits), "four" (four bits), "offsets" (four bits with offsets) and "table" (four
+# bits that index a table).
 # The first tile that gives each multiprocessor a program is used, or else the last.
 # With up to 16 rows, weights must be loaded at the memory's full bandwidth: an H100 needs about 20 KB in flight for
 # each multiprocessor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.

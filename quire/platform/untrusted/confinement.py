@@ -18,7 +18,7 @@ from quire.platform.untrusted.limits import Limits
 _PR_SET_PDEATHSIG = 1
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38
-# Half of a thread's stack, so that data that did not overflow it here does not overflow it where the result is used.
+# Half of a thread's stack. So data that fits into the stack here also fits where the result is used.
 _STACK = 4 << 20
 
 # System calls that fail with EPERM: sockets, programs, other processes, and io_uring, which could replace them.

@@ -21,7 +21,8 @@ class Limits:
 
     @property
     def patience(self) -> float:
-        """Seconds that it waits before another job that has exceeded its slice is ended to make room for it."""
+        """For how many seconds a new job waits for a place before another job, which has exceeded its slice, is
+        ended."""
         return max(1.0, self.total_seconds / 10)
 
     def __post_init__(self) -> None:

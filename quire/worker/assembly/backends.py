@@ -70,8 +70,8 @@ def make_backends(
 
 
 def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]) -> int:
-    """Return the tokens per block. Usually the option decides. In a model with states, a block has as many tokens as
-    fill the memory of a state, on the rank where that is the most."""
+    """Return the tokens per block. Usually the option decides. In a model with states, the entries of a block's tokens
+    take as much memory as one state; the rank with the highest number of tokens decides."""
     least = config.cache.block_size
     if not any(isinstance(shape, StateShape) for shape in shapes):
         return least
