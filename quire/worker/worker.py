@@ -79,7 +79,7 @@ class Worker:
             self._profiler = self._profiler or RankProfiler(self.runner, self._rank)
             self._profiler.obey(change)
         else:
-            self.runner.was_finite = False  # the weights may have changed
+            self.runner.expect_new_weights()
             self.resident_memory.change(change)
 
 
