@@ -265,9 +265,10 @@ def load_weights(
     ignored: tuple[str, ...],
     show_progress: bool,
     elsewhere: Iterable[str] = (),
+    is_restored: bool = False,
 ) -> None:
     """Fill every slot of `builder`. ignored: patterns for the names of tensors that are not parameters. elsewhere: the
-    tensors of other pipeline stages.
+    tensors of other pipeline stages. is_restored: see Builder.fill.
 
     Raises WeightError for tensors that are missing, unexpected, or have a wrong shape or type.
     """
@@ -278,7 +279,7 @@ def load_weights(
     if missing or extra:
         parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
         raise WeightError("the checkpoint's tensors do not fit the model; " + "; ".join(parts))
-    _fill(builder, checkpoint.copy_into, show_progress, "Loading weights")
+    _fill(builder, checkpoint.copy_into, show_progress, "Loading weights", is_restored)
 
 
 def load_dummy(builder: Builder, show_progress: bool) -> None:
@@ -309,7 +310,9 @@ def _normal(target: Tensor, generator: torch.Generator) -> None:
     flat[tiles * tile.numel() :].copy_(tile[:rest])
 
 
-def _fill(builder: Builder, fill: Callable[[WeightSlot], None], show_progress: bool, label: str) -> None:
+def _fill(
+    builder: Builder, fill: Callable[[WeightSlot], None], show_progress: bool, label: str, is_restored: bool = False
+) -> None:
     size = sum(slot.target.nbytes for slot in builder.slots)
     hidden = not show_progress or not sys.stderr.isatty() or size < 2**28
     with tqdm(total=size, desc=label, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
@@ -318,7 +321,7 @@ def _fill(builder: Builder, fill: Callable[[WeightSlot], None], show_progress: b
             fill(slot)
             bar.update(slot.target.nbytes)
 
-        builder.fill(fill_one)
+        builder.fill(fill_one, is_restored)
 
 
 def _some(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -24,6 +25,7 @@ from quire.executor.base import Executor
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import choose_threads, use_threads
 from quire.kv.hashing import hash_root
+from quire.kv.manager import KVCacheManager
 from quire.kv.specs import KVCacheSize
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import RendezvousPlace
@@ -196,11 +198,14 @@ def make_core(
     rank: int = 0,
     *,
     has_one_user: bool = False,
+    journal: Path | None = None,
+    report_silence: Callable[[float], None] = lambda seconds: None,
 ) -> EngineCore:
     """Start the executor and create a scheduler for its KV cache. Raises ConfigError or ValueError.
 
     place: the rendezvous of replicas that share experts, None if this one shares none. rank: the core's number.
-    has_one_user: whether a single user waits for all requests and may submit thousands of grammars at once.
+    has_one_user: whether a single user waits for all requests and may submit thousands of grammars at once. journal,
+    report_silence: see EngineCore.
     """
     plan = plan_engine(config, directory, max_model_len, shares_experts=place is not None)
     config = plan.config
@@ -222,7 +227,9 @@ def make_core(
         lockstep = Waves(place, config.parallel.data_parallel_size)
     measurement = plan.machine.measurement if rank == config.layout.here[0] else None  # only one replica measures
     share = config.cache.pinned_prefix_share
-    core = EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, share, measurement)
+    core = EngineCore(
+        scheduler, executor, lockstep, kv_events, fingerprint, share, measurement, journal, report_silence
+    )
     if kv.specs:
         _log_kv_cache(kv, scheduler)
     return core
@@ -253,18 +260,22 @@ def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_u
         mover=executor,
         compression=plan.compression,
         encoders=_encoders(config, spec, limits),
+        connect_engines=_connect_engines(plan, executor, len(tiers)),
     )
     if config.profile.enable_layerwise_nvtx_tracing:
         from quire.observability.profiling.ranges import mark_core
 
         mark_core(scheduler)
-    transfer = config.cache.transfer
-    if transfer is not None and kv.specs:
-        plugin = import_module(f"{transfer.kv_connector_module_path}.exchange")
-        exchange: Connector = plugin.make_connector(config, plan.directory, kv, scheduler.kv, executor, len(tiers))
-        scheduler.connectors.append(exchange)
-        scheduler.gates.append(exchange)
     return scheduler
+
+
+def _connect_engines(plan: EnginePlan, executor: Executor, tier: int) -> Callable[[KVCacheManager], Connector] | None:
+    """Return the function that creates the connector to other engines, None if there is none. tier: its number."""
+    transfer = plan.config.cache.transfer
+    if transfer is None or not executor.kv_cache.specs:
+        return None
+    plugin = import_module(f"{transfer.kv_connector_module_path}.exchange")
+    return partial(plugin.make_connector, plan.config, plan.directory, executor.kv_cache, mover=executor, tier=tier)
 
 
 def _compression(config: EngineConfig, limits: SchedulerLimits) -> Compression | None:

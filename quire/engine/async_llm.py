@@ -104,7 +104,6 @@ class AsyncLLM:
         self._pinned = PinnedPrefixes(core, self._compute)
         self.prefixes = self._pinned.by_id
         self._weights_lock = asyncio.Lock()
-        core.on_replaced += [self._pinned.pin_again, self.metrics.count_restart]
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
@@ -115,8 +114,12 @@ class AsyncLLM:
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
         # The tokenizer is prepared while the model is loaded.
         prepared = asyncio.to_thread(self.get_tokenizer().prepare)
-        await asyncio.gather(self.client.start(self._receive), prepared)
+        await asyncio.gather(self.client.start(self._receive, self._replaced), prepared)
         self.processor.max_model_len = min(size.max_model_len for size in self.client.sizes)
+
+    def _replaced(self, core: int) -> None:
+        self._pinned.pin_again(core)
+        self.metrics.count_restart(core)
 
     async def shutdown(self) -> None:
         """End the cores' processes. Unfinished requests are aborted."""

@@ -86,11 +86,14 @@ class EngineCore:
         fingerprint: Callable[[Path], str] = str,
         pinned_share: float = 0.25,
         measurement: "IdleMeasurement | None" = None,
+        journal: Path | None = None,
+        report_silence: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """lockstep: synchronizes the cores whose replicas share experts with this one, None if there are none.
         kv_events: None if prefix-cache events are not published. fingerprint: returns that of the KV blocks after the
         weights have been replaced with those in a folder. pinned_share: the fraction of the KV cache that pinned
-        prefixes may use. measurement: measures this machine for the next start; None if this is not needed."""
+        prefixes may use. measurement: measures this machine for the next start; None if this is not needed. journal:
+        see `TrialGate`. report_silence: called with the seconds for which this process may be silent."""
         self.scheduler = scheduler
         self.executor = executor
         self.measurement = measurement
@@ -106,7 +109,7 @@ class EngineCore:
         self._new_weights = Path()
         self._fingerprint = fingerprint
         self.progress = Progress()
-        self.trials = TrialGate(scheduler.requests, self._wake)
+        self.trials = TrialGate(scheduler.requests, self._wake, journal)
         # During a pause or a trial, ready requests must not begin to load blocks or compile a grammar.
         self._kernels = KernelSwitch(executor.deferred_kernels)
         scheduler.gates[:0] = [self._pause, self.trials, self._kernels]
@@ -118,7 +121,7 @@ class EngineCore:
         for gate in scheduler.gates:
             gate.connect(self._wake)
         self._lockstep.connect(self._wake)
-        self.busy: Callable[[float], None] = lambda seconds: None  # reports how long this process may be silent
+        self._report_silence = report_silence
         self._cause_of_death: BaseException | None = None
         self._retired_at = 0.0  # when the last step was retired; used only with a pace
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
@@ -160,6 +163,11 @@ class EngineCore:
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
+
+    def announce_silence(self, seconds: float) -> None:
+        """Expect no progress and no heartbeat of this process for the given time."""
+        self.progress.stop()
+        self._report_silence(seconds)
 
     def _check_transfers(self) -> None:
         """Stop waiting for late transfers, so that their requests can run."""
@@ -436,8 +444,7 @@ class EngineCore:
         return outputs
 
     def _use_compiled(self) -> None:
-        self.progress.stop()
-        self.busy(SWITCH_SECONDS)
+        self.announce_silence(SWITCH_SECONDS)
         self._kernels.switch()
         self.reset_prefix_cache()
         self.scheduler.encoders.clear()
@@ -445,8 +452,7 @@ class EngineCore:
     def _await_kernels(self) -> list[EngineCoreOutput]:
         """Wait for the compiled kernels, since a command must apply to their model. Raises ValueError during a pause
         that has not been reached yet."""
-        self.progress.stop()
-        self.busy(COMPILE_SECONDS)
+        self.announce_silence(COMPILE_SECONDS)
         self._kernels.wait()
         if not self._pause.is_closed:
             return self._switch_kernels()

@@ -164,14 +164,18 @@ class CoreClient:
         self._num_asked = 0
         # By command: the core, and its reply.
         self._asked: dict[int, tuple[int, asyncio.Future[messages.CarriedOut]]] = {}
-        self.on_replaced: list[Callable[[int], None]] = []  # called with a core's number when it replaces a lost one
+        self._on_replaced: Callable[[int], None] = lambda core: None
         self.ready: list[int] = []  # the numbers of the cores that accept orders
         self.restarts = 0
         self.cause_of_death = ""
 
-    async def start(self, sink: Sink) -> None:
-        """Wait until all cores are ready. Raises ConfigError for wrong options, EngineDeadError if one cannot start."""
+    async def start(self, sink: Sink, on_replaced: Callable[[int], None] = lambda core: None) -> None:
+        """Wait until all cores are ready. on_replaced: called with a core's number when it replaces a lost one.
+
+        Raises ConfigError for wrong options, EngineDeadError if a core cannot start.
+        """
         self._sink = sink
+        self._on_replaced = on_replaced
         self._started = asyncio.get_running_loop().create_future()
         self._run(self._processes.run(self._told))
         await self._started
@@ -318,8 +322,7 @@ class CoreClient:
         self._list_ready()
         if was_lost:
             logger.warning("Engine core %d runs again", self.first + number)
-            for call in self.on_replaced:
-                call(number)
+            self._on_replaced(number)
         waiting = [u for u in self._unfinished.values() if u.core is None and not u.is_draining]
         self._send(waiting)
         if self._started is not None and not self._started.done() and len(self.ready) == len(self._cores):

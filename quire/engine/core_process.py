@@ -100,9 +100,15 @@ def run_core(
             _store = open_meeting(listener.getsockname()[0], listener)  # must live as long as this core
         if place is not None:
             os.environ.update(interface_variables(place.host))
-        core = make_core(config, directory, max_model_len, place, rank)
-        core.trials.journal = folder / JOURNAL
-        core.busy = partial(_report_busy, core.progress, report)
+        core = make_core(
+            config,
+            directory,
+            max_model_len,
+            place,
+            rank,
+            journal=folder / JOURNAL,
+            report_silence=lambda seconds: report(messages.Busy(seconds)),
+        )
         report(_ready(core, address))
         watched.append(core.progress)
         _serve(core, inbox, report)
@@ -151,11 +157,6 @@ def _connect(context: "_Context", folder: Path) -> tuple["zmq.Socket[bytes]", "z
 
 def _send(outbox: "zmq.Socket[bytes]", message: CoreReport) -> None:
     outbox.send(msgspec.msgpack.encode(message))
-
-
-def _report_busy(progress: Progress, report: Callable[[CoreReport], None], seconds: float) -> None:
-    progress.stop()
-    report(messages.Busy(seconds))
 
 
 def _ready(core: "EngineCore", address: str) -> messages.CoreReady:

@@ -39,12 +39,11 @@ _Remote = tuple[str, bytes] | None  # where cores accept orders from other machi
 
 
 class OtherMachines(Rendezvous, Protocol):
-    """The cores of other machines. replica_group: the replicas of this machine, if they share experts."""
+    """The cores of other machines."""
 
-    replica_group: ReplicaGroup | None
-
-    async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Report the cores' events until all are given up."""
+    async def run(self, tell: Callable[[CoreEvent], None], replica_group: ReplicaGroup | None) -> None:
+        """Report the cores' events until all are given up. replica_group: the replicas of this machine, if they share
+        experts with these."""
 
     def close(self) -> None:
         """Disconnect from the other machines."""
@@ -276,8 +275,6 @@ class Cores:
         if config.parallel.shares_experts:
             everyone = layout.served or layout.here
             self.replica_group = ReplicaGroup(layout.here, everyone, rendezvous or others or LocalRendezvous())
-            if others is not None:
-                others.replica_group = self.replica_group
         self._replicas = [
             _Replica(self._context, rank, config, directory, remote, self.replica_group) for rank in layout.here
         ]
@@ -296,7 +293,7 @@ class Cores:
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         """Replace lost cores until all are given up. Cancel it to end the cores. tell: called with each event."""
         everyone = [replica.run(tell) for replica in self._replicas]
-        await asyncio.gather(*everyone, *([] if self._others is None else [self._others.run(tell)]))
+        await asyncio.gather(*everyone, *([] if self._others is None else [self._others.run(tell, self.replica_group)]))
 
     def kill(self) -> None:
         """End the processes at once."""

@@ -67,10 +67,10 @@ class Frontend:
             transfer=config.cache.transfer,
             media=self._media(description.spec),
             chat_defaults=GGUF_CHAT_DEFAULTS if directory.is_file() and m.generation_config == "auto" else {},
+            generates=description.pooling is None,
         )
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
-            self.processor.generates = False
             spec = description.spec
             pooler = description.pooling.pooler
             layers = pooler.layers or pooler.of_tokens

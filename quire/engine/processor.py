@@ -115,12 +115,14 @@ class Processor:
         transfer: KVTransferOptions | None = None,
         media: "MediaProcessor | None" = None,
         chat_defaults: Mapping[str, Any] = MappingProxyType({}),
+        generates: bool = True,
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: whether the model runs in this process; parameters may then contain functions and other
         objects that cannot be sent. reasoning: the format of the model's thinking, None if unknown. compresses: whether
         the engine has kv_compression. transfer: the options for KV transfer between engines. media: for a model that
-        accepts images or embeddings. chat_defaults: sampling parameters for chats if generation_config has none."""
+        accepts images or embeddings. chat_defaults: sampling parameters for chats if generation_config has none.
+        generates: whether the model generates text."""
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -135,7 +137,7 @@ class Processor:
         self._texts = None if media is None else media.texts
         self.generation_config = generation_config
         self.chat_defaults = chat_defaults
-        self.generates = True  # whether the model generates text
+        self.generates = generates
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None

@@ -28,7 +28,6 @@ class RemoteCores(Rendezvous):
     joins again, its cores are available again.
 
     Replicas that share experts meet at the head's store. The head announces to all machines which generation to start.
-    replica_group: the replicas of this machine, if they share experts.
     """
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
@@ -52,7 +51,7 @@ class RemoteCores(Rendezvous):
             self._close_ray()
             raise
         self._host = own_address(host)
-        self.replica_group: ReplicaGroup | None = None
+        self._replica_group: ReplicaGroup | None
         self._generation = secrets.randbits(40) if config.parallel.shares_experts else 0  # differs between servers
         self._joined_members: set[range] = set()
         self._absent_since = dict.fromkeys(self._ranks, time.monotonic())
@@ -61,8 +60,10 @@ class RemoteCores(Rendezvous):
         self._tell: Callable[[CoreEvent], None]
         self._loop: asyncio.AbstractEventLoop
 
-    async def run(self, tell: Callable[[CoreEvent], None]) -> None:
-        """Run until cancelled. tell: called with each event."""
+    async def run(self, tell: Callable[[CoreEvent], None], replica_group: ReplicaGroup | None = None) -> None:
+        """Run until cancelled. tell: called with each event. replica_group: the replicas of this machine, if they share
+        experts with these."""
+        self._replica_group = replica_group
         self._loop = asyncio.get_running_loop()
         self._tell = tell
         self._head.start(self)
@@ -123,12 +124,12 @@ class RemoteCores(Rendezvous):
             self._given_up.discard(rank)
 
     def _announce(self, members: range) -> None:
-        if self.replica_group is not None:
+        if self._replica_group is not None:
             self._head.send(members, msgspec.msgpack.encode(Begin(self._generation)))
 
     def _received(self, event: CoreEvent) -> None:
         if event.generation != self._generation or (
-            self.replica_group is not None and self.replica_group.lost is not None
+            self._replica_group is not None and self._replica_group.lost is not None
         ):
             return  # from replicas that are about to end
         if isinstance(event, CoreLost):
@@ -150,10 +151,10 @@ class RemoteCores(Rendezvous):
         self._up.pop(rank, None)
         if given_up:
             self._given_up.add(rank)
-        if self.replica_group is None:
+        if self._replica_group is None:
             self._tell(CoreLost(rank, died, given_up))
         else:
-            self.replica_group.lose(rank, died, given_up, self._tell)
+            self._replica_group.lose(rank, died, given_up, self._tell)
 
     # ---- the rendezvous of replicas that share experts
 

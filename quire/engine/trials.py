@@ -18,9 +18,10 @@ class TrialGate:
     contains its id and survives the core.
     """
 
-    def __init__(self, requests: Mapping[str, Request], wake: Callable[[], None]) -> None:
-        """requests: the unfinished ones, by id. wake: makes the scheduler check the gates again."""
-        self.journal: Path | None = None
+    def __init__(self, requests: Mapping[str, Request], wake: Callable[[], None], journal: Path | None = None) -> None:
+        """requests: the unfinished ones, by id. wake: makes the scheduler check the gates again. journal: None for a
+        core in the process of its user, which it does not survive."""
+        self.journal = journal
         self._requests = requests
         self._wake = wake
         self._held: dict[str, bool] = {}  # requests in order of arrival -> whether they are suspects

@@ -79,7 +79,6 @@ class Builder:
         self.shared: dict[str, Any] = {}  # tables by name, which layers, or an encoder and a decoder, may share
         self.slots: list[WeightSlot] = []
         self.weights: list[Weight] = []
-        self.is_restored = False  # whether weights are already in their final forms, so raw slots are not filled
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
         # With the number of slots that must be filled first, and whether it makes the final form of a weight
         self._actions: list[tuple[int, Callable[[], None], bool]] = []
@@ -118,9 +117,7 @@ class Builder:
     def elsewhere(self) -> "Outline":
         """A builder for layers that only other ranks have, so that their parameters are counted and their tensors are
         known."""
-        outline = Outline(self)
-        outline._sizes = self._sizes
-        return outline
+        return Outline(self, self._sizes)
 
     @property
     def tensors_elsewhere(self) -> set[str]:
@@ -140,9 +137,12 @@ class Builder:
         """
         self._actions.append((len(self.slots), action, makes_lasting))
 
-    def fill(self, fill: Callable[[WeightSlot], None]) -> None:
+    def fill(self, fill: Callable[[WeightSlot], None], is_restored: bool = False) -> None:
         """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its slots are filled, so
-        memory never holds the whole model in two forms."""
+        memory never holds the whole model in two forms.
+
+        is_restored: whether weights are already in their final forms, so that raw slots are not filled.
+        """
         slots = self.slots
         actions = [*self._actions, (len(self.slots), lambda: None, False)]
         self.slots = []
@@ -154,17 +154,18 @@ class Builder:
             needed, action, makes_lasting = actions.pop()
             for _ in range(needed - filled):
                 slot = slots.pop()
-                if not (slot.is_raw and self.is_restored):
+                if not (slot.is_raw and is_restored):
                     fill(slot)
             filled = needed
-            if not (makes_lasting and self.is_restored):
+            if not (makes_lasting and is_restored):
                 action()
 
 
 class Outline(Builder):
     """A builder whose parameters have shapes, but no memory."""
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, sizes: dict[str, int] | None = None) -> None:
+        """sizes: where to count parameters, by the name of a checkpoint tensor; None to count them here only."""
         super().__init__(
             builder.kernels,
             builder.tensor_group,
@@ -175,6 +176,8 @@ class Outline(Builder):
             shape_of=builder.shape_of,
         )
         self.device = torch.device("meta")
+        if sizes is not None:
+            self._sizes = sizes
 
     @property
     def num_bytes(self) -> int:

@@ -6,7 +6,7 @@ matrix A for each of these parts:
     out += B[slot] A[slot] x        a: [slots, parts, rank, in]    b: [slots, rank, outs], with the adapter's scale
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,7 +40,11 @@ class AdapterSlots:
         self.max_rank = max_rank
         self._targets = tuple(targets)
         self.products: list[LowRank] = []
-        self.elsewhere: Container[str] = ()  # modules of other pipeline stages, which are checked there
+        self._elsewhere = set[str]()  # modules of other pipeline stages, which are checked there
+
+    def note_elsewhere(self, tensors: Iterable[str]) -> None:
+        """Accept adapters for modules that only other ranks have. tensors: the names of their tensors."""
+        self._elsewhere |= {name.rpartition(".")[0] for name in tensors}
 
     def product(self, builder: Builder, shape: LinearShape, is_table: bool = False) -> Adapters:
         """Return the adapters of a product, or no adapters if they cannot change it. is_table: whether it is that of a
@@ -63,7 +67,7 @@ class AdapterSlots:
         shapes = [shape for product in self.products for shape in product.shapes]
         sizes = {part.name: (part.rows, shape.in_features) for shape in shapes for part in shape.parts}
         matrices = {_known(module, sizes): both for module, both in matrices.items()}
-        others = self.elsewhere
+        others = self._elsewhere
         matrices = {m: both for m, both in matrices.items() if m in sizes or _known(m, others) not in others}
         if unknown := sorted(matrices.keys() - sizes.keys()):
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""

@@ -30,7 +30,6 @@ from quire.layers.specs import MLPSpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
-from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 from quire.parallel.pipeline import Stage
 
@@ -310,8 +309,6 @@ class LayerStack:
 
 class Decoder(LayerStack, Model):
     """A decoder-only language model over a paged KV cache, or an encoder without one."""
-
-    pooler: Pooler | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, stage: Stage | None = None) -> None:
         """stage: this rank's pipeline stage, None for the whole model."""

@@ -16,7 +16,7 @@ from quire.checkpoints.gguf import read_gguf
 from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
 from quire.checkpoints.gguf_models import gguf_tensors
 from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
-from quire.checkpoints.packed.cache import open_cache
+from quire.checkpoints.packed.cache import WeightCache, open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.config.engine import ConfigError, EngineConfig, ModelConfig
@@ -27,7 +27,7 @@ from quire.layers.lora import AdapterSlots
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
-from quire.models.model import Model
+from quire.models.model import LoadedModel, MediaEncoder
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
@@ -37,6 +37,7 @@ from quire.ops.cpu.build import find_compiler, is_deferred
 from quire.ops.memory import lasting
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
+from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import DividedStream, ResidualStream
 from quire.parallel.step_halves import Halves, WholeStep
 
@@ -113,9 +114,9 @@ def load_model(
     show_progress: bool,
     adapters: AdapterSlots | None = None,
     weights: Path | Checkpoint | None = None,
-) -> Model:
-    """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its pooler, and fill the
-    parameters.
+) -> LoadedModel:
+    """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its encoder and pooler, and
+    fill the parameters.
 
     adapters: see Builder. weights: replacement tensors, or their folder.
     """
@@ -128,7 +129,7 @@ def load_model(
     return load(wanted)
 
 
-def _load_transformers(wanted: _Wanted) -> Model:
+def _load_transformers(wanted: _Wanted) -> LoadedModel:
     config = wanted.config
     description = wanted.description
     target = wanted.target
@@ -138,10 +139,10 @@ def _load_transformers(wanted: _Wanted) -> Model:
     from quire.models.transformers_backend.load import load_model as load  # imports transformers
 
     source = None if wanted.is_random else wanted.weights or wanted.directory
-    return load(description, config, wanted.max_model_len, kernels, wanted.mesh.tp, source)
+    return LoadedModel(load(description, config, wanted.max_model_len, kernels, wanted.mesh.tp, source))
 
 
-def _load_decoder(wanted: _Wanted) -> Model:
+def _load_decoder(wanted: _Wanted) -> LoadedModel:
     config = wanted.config
     description = wanted.description
     mesh = wanted.mesh
@@ -159,36 +160,41 @@ def _load_decoder(wanted: _Wanted) -> Model:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
     model = Decoder(builder, spec, wanted.max_model_len, stage)
+    encoder = MediaEncoder()
     if spec.media is not None:
-        _add_tower(model, builder, spec.media, wanted.directory, config)
+        encoder = _encoder(model.stage, builder, spec.media, wanted.directory, config)
     elsewhere |= builder.tensors_elsewhere
     if wanted.adapters is not None:
-        wanted.adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
+        wanted.adapters.note_elsewhere(elsewhere)
+    pooler = None
     if description.pooling is not None and model.stage.has_head:
         folder = wanted.weights if isinstance(wanted.weights, Path) else wanted.directory
-        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
+        pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
     if checkpoint is None:
         load_dummy(builder, wanted.show_progress)
-    else:
-        _fill(wanted, model, builder, checkpoint, elsewhere)
-    return model
+        return LoadedModel(model, encoder, pooler)
+    parts = parts_of(checkpoint, builder)
+    weight_cache = _fill(wanted, spec, builder, checkpoint, elsewhere)
+    return LoadedModel(model, encoder, pooler, parts, weight_cache)
 
 
-def _fill(wanted: _Wanted, model: Decoder, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]) -> None:
+def _fill(
+    wanted: _Wanted, spec: DecoderSpec, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]
+) -> WeightCache | None:
     """Fill a model's parameters from the checkpoint, or from the packed weights that an earlier start has cached.
 
-    elsewhere: the tensors that only other ranks need.
+    elsewhere: the tensors that only other ranks need. Returns the cache, None if the weights are not cached.
     """
-    spec = model.spec
     tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
     ignored = (*spec.ignored, *extra_tensors(wanted.description.config), *tied)
-    model.parts = parts_of(checkpoint, builder)
+    cache = None
     if wanted.weights is None and not is_deferred():  # new weights are used once, and deferred kernels reload them soon
-        model.weight_cache = open_cache(wanted.config, wanted.directory, builder)
-    builder.is_restored = model.weight_cache is not None and model.weight_cache.restore()
-    load_weights(checkpoint, builder, ignored, wanted.show_progress, elsewhere)
-    if model.weight_cache is not None and not builder.is_restored:
-        model.weight_cache.keep()
+        cache = open_cache(wanted.config, wanted.directory, builder)
+    is_restored = cache is not None and cache.restore()
+    load_weights(checkpoint, builder, ignored, wanted.show_progress, elsewhere, is_restored)
+    if cache is not None and not is_restored:
+        cache.keep()
+    return cache
 
 
 @dataclass(frozen=True)
@@ -236,13 +242,13 @@ def _builder(wanted: _Wanted, spec: DecoderSpec, stored: _Stored, kernels: Kerne
     return Builder(kernels, mesh.tp, stored.method_of, quantizer, adapters, experts, stream, stored.shape_of)
 
 
-def _add_tower(model: Decoder, builder: Builder, media: MediaSpec, directory: Path, config: EngineConfig) -> None:
+def _encoder(stage: Stage, builder: Builder, media: MediaSpec, directory: Path, config: EngineConfig) -> MediaEncoder:
     """Build the image or audio encoder. Its parameters are on the first stage of a pipeline."""
     towers = import_module(f"quire.models.towers.{media.family}")
-    model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, media)
-    if hasattr(towers, "output_rules"):
-        model.output_rules = partial(towers.output_rules, directory, media)
+    largest = None
     if builder.device.type == "cuda":
         from quire.multimodal.samples import largest_items
 
-        model.largest_items = partial(largest_items, media, directory, config.multimodal)
+        largest = partial(largest_items, media, directory, config.multimodal)
+    rules = partial(towers.output_rules, directory, media) if hasattr(towers, "output_rules") else None
+    return MediaEncoder(towers.make(builder if stage.layers.start == 0 else builder.elsewhere, media), largest, rules)

@@ -1,7 +1,8 @@
 """The interface between the worker and a model of any architecture."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from quire.parallel.experts import ExpertRanks
 from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
 from quire.sampling.logits_processors import MakeProcessor
+
+if TYPE_CHECKING:
+    from quire.checkpoints.packed.cache import WeightCache
 
 Shape = CacheShape | StateShape  # of one rank's cache entry in one layer
 
@@ -37,14 +41,11 @@ class Model(Protocol):
     vocab_size: size of the logits. num_token_ids: the largest token id + 1, see Decoder.embed. hidden_size: of the
     residual stream. num_parameters: on all ranks of this stage. rotary: functions from positions to the tables (cos,
     sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty for a
-    model without a cache. cache_shapes: for each KV group, the sizes of this rank's cache entry in one layer. pooler:
-    of a pooling model. adapters: the slots for low-rank adapters, None if the model does not support adapters. experts:
-    the ranks across which experts are distributed, if any. stage: this rank's part of the model in a pipeline.
-    residual_stream: the rank's own tokens, for which it computes norms and residual sums. parts: the rank's parts of
-    the checkpoint's tensors; empty without a checkpoint. sees: whether it accepts images, and whether tokens have
-    several rotary positions (DecoderSpec.has_sections). tower: only in the first stage. largest_items: the largest
-    inputs of the tower, on a GPU (quire/multimodal/samples.py). output_rules: creates the logits processor of a model
-    with special rules for its output. weight_cache: stores the packed weights for later starts.
+    model without a cache. cache_shapes: for each KV group, the sizes of this rank's cache entry in one layer. adapters:
+    the slots for low-rank adapters, None if the model does not support adapters. experts: the ranks across which
+    experts are distributed, if any. stage: this rank's part of the model in a pipeline. residual_stream: the rank's own
+    tokens, for which it computes norms and residual sums. sees: whether it accepts images, and whether tokens have
+    several rotary positions (DecoderSpec.has_sections).
     """
 
     kernels: Kernels
@@ -57,15 +58,9 @@ class Model(Protocol):
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
     kv_specs: Sequence[ModelKVSpec]
     cache_shapes: Sequence[Shape]
-    pooler: Pooler | None
     adapters: AdapterSlots | None = None
     experts: ExpertRanks | None = None
-    parts: Parts = {}  # noqa: RUF012
     sees: tuple[bool, bool] = False, False
-    tower: Tower | None = None
-    largest_items: Callable[[EncoderLimits], Iterator[MediaItem]] | None = None
-    output_rules: MakeProcessor | None = None
-    weight_cache: Any = None
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         """Assign the backend to the layers of each group, and to each layer a view of its own entry in all blocks.
@@ -94,3 +89,31 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocab_size]. slots: as for `embed`"""
+
+
+@dataclass(frozen=True)
+class MediaEncoder:
+    """The encoder of a model's media. tower: only in the first stage.
+
+    largest_items: the largest inputs of the tower, on a GPU (quire/multimodal/samples.py). output_rules: creates the
+    logits processor of a model with special rules for its output.
+    """
+
+    tower: Tower | None = None
+    largest_items: Callable[[EncoderLimits], Iterator[MediaItem]] | None = None
+    output_rules: MakeProcessor | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A rank's part of a model, and what was loaded from the checkpoint beside it.
+
+    encoder: empty for a model without media. pooler: of a pooling model, in the last stage. parts: the rank's parts of
+    the checkpoint's tensors; empty without a checkpoint. weight_cache: stores the packed weights for later starts.
+    """
+
+    model: Model
+    encoder: MediaEncoder = MediaEncoder()
+    pooler: Pooler | None = None
+    parts: Parts = field(default_factory=dict)
+    weight_cache: "WeightCache | None" = None

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 
@@ -55,10 +55,12 @@ class Scheduler:
         tiers: Sequence[Tier] = (),
         mover: Mover | None = None,
         encoders: EncoderCache | None = None,
+        connect_engines: Callable[[KVCacheManager], Connector] | None = None,
     ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request must pass all of them, and `grammars` and
         `adapters`. vocab_size: the number of logits, for `grammars`. tiers: further storage for blocks. mover: copies
-        blocks to and from tiers. None for a feature that the engine does not have."""
+        blocks to and from tiers. connect_engines: creates the connector that exchanges blocks with other engines. None
+        for a feature that the engine does not have."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -70,6 +72,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.transfers = Transfers(self.kv, tiers, mover) if mover and tiers else None
         self.connectors: list[Connector] = [self.transfers] if self.transfers else []
+        if connect_engines is not None:
+            self.connectors.append(connect_engines(self.kv))
         self.gates: list[Gate] = [*gates, *(gate for gate in (grammars, adapters) if gate), *self.connectors]
         self._constraints = ConstrainedRequests(grammars, vocab_size) if grammars else NoConstraints()
         self._adapters = adapters or NoAdapters()

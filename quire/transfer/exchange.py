@@ -41,8 +41,7 @@ class Exchange:
         self._exports = Exports(kv, link, facts, peer)
         self._link = link
         self._look_at = 0.0
-        link.hear = self._exports.hear
-        link.start()
+        link.start(self._exports.hear)
 
     @property
     def num_queries(self) -> int:

@@ -98,12 +98,11 @@ class _Line:
 
 class Link:
     """A core's connections to other cores. events: from producers, oldest first; the reader removes them. wake: called
-    from the link's thread after each new event. hear: called from the link's thread with each event from a consumer;
-    set it before `start`. has_failed: the link has stopped working."""
+    from the link's thread after each new event. has_failed: the link has stopped working."""
 
     def __init__(self, secret: ClusterSecret, listen: tuple[str, int] | None) -> None:
         """listen: the address that a producer listens at. Raises ConfigError if it cannot be used."""
-        self.hear: Callable[[Asked | AskerLost], None] = lambda event: None
+        self._hear: Callable[[Asked | AskerLost], None]
         self.events: deque[Event] = deque()
         self.wake: Callable[[], None] = lambda: None
         self.has_failed = False
@@ -129,7 +128,9 @@ class Link:
                 ) from error
         self._thread = threading.Thread(target=self._run, name="quire-kv-link", daemon=True)
 
-    def start(self) -> None:
+    def start(self, hear: Callable[[Asked | AskerLost], None] = lambda event: None) -> None:
+        """hear: called from the link's thread with each message of a consumer, and when one is lost."""
+        self._hear = hear
         self._thread.start()
 
     # ---- called by the core
@@ -161,7 +162,7 @@ class Link:
             for address in self._lines:
                 self._tell_core(ProducerLost(address))
             for asker in self._askers:
-                self.hear(AskerLost(asker))
+                self._hear(AskerLost(asker))
         finally:
             self._free()
 
@@ -265,7 +266,7 @@ class Link:
                 counts[message.number] = 0
             else:
                 counts.pop(message.number, None)
-            self.hear(Asked(asker, message))
+            self._hear(Asked(asker, message))
 
     def _hear_producer(self, address: str, line: _Line) -> None:
         while line.socket.poll(0):
@@ -315,7 +316,7 @@ class Link:
         for asker, heard_at in list(self._askers.items()):
             if now - heard_at > HOLD_SECONDS:
                 del self._askers[asker], self._num_sent[asker]
-                self.hear(AskerLost(asker))
+                self._hear(AskerLost(asker))
 
     def _lose(self, address: str) -> None:
         self._close(self._lines.pop(address))

@@ -80,13 +80,11 @@ class Forward:
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Return the hidden states, as `__call__` does. x: the result of `embed`."""
-        state = self.state(inputs)
-        state.layer_done = self.layer_done
-        return self.compute(x, state, rows, self.taps)
+        return self.compute(x, self.state(inputs, self.layer_done), rows, self.taps)
 
-    def state(self, inputs: StepInputs) -> ForwardState:
+    def state(self, inputs: StepInputs, layer_done: Callable[[], None] | None = None) -> ForwardState:
         rotary = [table(inputs.rotary_positions) for table in self.model.rotary]
-        return ForwardState(inputs, rotary, self.plan(inputs), slots=inputs.slots)
+        return ForwardState(inputs, rotary, self.plan(inputs), layer_done, slots=inputs.slots)
 
     def plan(self, inputs: StepInputs, over: Sequence[Any] | None = None) -> list[Any]:
         """Return the attention plan of each KV group. over: plans of another step of the same size, to be

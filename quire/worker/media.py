@@ -11,7 +11,7 @@ from quire.layers.step_inputs import Array
 from quire.layers.step_media import StepMedia
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.messages.step import NewRequest, SchedulerOutput
-from quire.models.model import Model
+from quire.models.model import MediaEncoder, Model
 from quire.ops.memory import upload
 from quire.worker.input_batch import FlatBatch, InputBatch
 
@@ -54,11 +54,12 @@ class MediaInputs(NoMedia):
     encode and to remove. Each item is encoded separately, so its embeddings do not depend on other items in the step.
     """
 
-    def __init__(self, model: Model, batch: InputBatch) -> None:
+    def __init__(self, model: Model, encoder: MediaEncoder, batch: InputBatch) -> None:
         target = model.kernels.target
         self._model = model
         self._batch = batch
-        self.tower = model.tower
+        self.tower = encoder.tower
+        self._largest_items = encoder.largest_items
         self.device = target.device
         self.dtype = target.dtype
         self.hidden_size = model.hidden_size
@@ -72,7 +73,7 @@ class MediaInputs(NoMedia):
 
     def rehearse(self, limits: EncoderLimits) -> int:
         width = self.hidden_size
-        for item in self._model.largest_items(limits) if self._is_first and self._model.largest_items else ():
+        for item in self._largest_items(limits) if self._is_first and self._largest_items else ():
             embeds = self._encode(item)
             width = max(width, embeds.shape[1])
             for group in self._batch.cross_groups:

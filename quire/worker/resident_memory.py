@@ -18,7 +18,7 @@ from quire.config.features import Operation, Setup
 from quire.layers.lora import AdapterSlots, LowRank
 from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
-from quire.models.model import Model
+from quire.models.model import LoadedModel
 from quire.ops import Kernels
 from quire.ops.memory import lasting
 from quire.parallel.mesh import Communicator
@@ -73,11 +73,11 @@ class DeviceMemory:
             storage.copy_(values)
 
 
-def weights_of(model: Model) -> list[Tensor]:
+def weights_of(loaded: LoadedModel) -> list[Tensor]:
     """Return the weights of a model that has just been loaded: all tensors that it has by then. Tensors loaded later
     are not released."""
     lasting.seal()
-    return list(_tensors(model, set()))
+    return list(_tensors(loaded, set()))
 
 
 class ResidentMemory:
@@ -85,23 +85,23 @@ class ResidentMemory:
 
     def __init__(
         self,
-        model: Model,
+        loaded: LoadedModel,
         weights: list[Tensor],
         kv_memory: KVMemory,
         forward: Forward,
         config: EngineConfig,
         directory: Path,
-        load: Callable[[Path | Checkpoint | None], Model],
+        load: Callable[[Path | Checkpoint | None], LoadedModel],
         rank: int = 0,
     ) -> None:
         """weights: see weights_of. load: loads the same model again, with the given weights, those from a folder, or
         (None) the model's own. rank: the number of this rank in its replica."""
-        self._model = model
+        self._loaded = loaded
         self._config = config
         self._directory = directory
         self._load = load
         self._weights = weights
-        self._is_gpu = model.kernels.target.device.type == "cuda"
+        self._is_gpu = loaded.model.kernels.target.device.type == "cuda"
         self._store: Store = DeviceMemory() if self._is_gpu else HostPages()
         self._cache = [kv_memory.blocks.untyped_storage()]
         self._kv_memory = kv_memory
@@ -109,14 +109,14 @@ class ResidentMemory:
         self._level = 0  # the sleep level of the weights; 0 while they are in memory
         self._has_cache = True
         self._source: ReadWeights | None = None  # of the weights in use, if they are not the model's own
-        self._staged: tuple[ReadWeights, Model] | None = None
+        self._staged: tuple[ReadWeights, LoadedModel] | None = None
         self._rank = rank
         self._groups: Any = None  # those of trainers, created when first needed
 
     def change(self, change: MemoryChange) -> None:
         """Carry out a change. Raises ValueError or OSError if it fails; then nothing has changed."""
-        if self._model.weight_cache is not None:
-            self._model.weight_cache.stop()
+        if self._loaded.weight_cache is not None:
+            self._loaded.weight_cache.stop()
         if isinstance(change, Sleep):
             self._sleep(change.level)
         elif isinstance(change, WakeUp):
@@ -133,8 +133,8 @@ class ResidentMemory:
             self._check_replaceable()
             from quire.worker.weight_groups import WeightGroups  # imports networking modules
 
-            device = self._model.kernels.target.device
-            self._groups = WeightGroups(device, self._rank, self._directory, self._model.parts)
+            device = self._loaded.model.kernels.target.device
+            self._groups = WeightGroups(device, self._rank, self._directory, self._loaded.parts)
         self._groups.exchange(order)
 
     def _storages(self) -> list[UntypedStorage]:
@@ -226,10 +226,10 @@ class ResidentMemory:
         self._level = 0
 
     @torch.inference_mode()
-    def _copy(self, model: Model) -> None:
+    def _copy(self, new_model: LoadedModel) -> None:
         """Copy another model's weights into the current ones, in place, since recorded steps and CUDA graphs contain
         their addresses."""
-        for old, new in zip(self._weights, _tensors(model, set()), strict=True):
+        for old, new in zip(self._weights, _tensors(new_model, set()), strict=True):
             old.copy_(new)
 
 

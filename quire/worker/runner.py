@@ -54,7 +54,6 @@ class Runner(ABC, Generic[Launched]):
     """
 
     pools: bool = False  # whether requests are pooled instead of generating tokens
-    was_finite: bool = False  # whether a step has had finite results, see check_numbers
 
     def __init__(self, parts: RunnerParts) -> None:
         self.model = parts.model
@@ -66,11 +65,16 @@ class Runner(ABC, Generic[Launched]):
         self.clock = parts.clock
         self.is_only_rank = parts.is_only_rank
         self.in_lockstep = parts.in_lockstep
+        self.was_finite = False  # whether a step has had finite results, see _check_numbers
         self.device = parts.staging.device
         self.adapters = NoAdapters() if parts.model.adapters is None else AdapterStore(parts.model.adapters)
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched
+
+    def expect_new_weights(self) -> None:
+        """Check the next results for numbers that are not finite, since the weights may have changed."""
+        self.was_finite = False
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:

@@ -45,6 +45,7 @@ class Worker:
         budget = _budget(config, mesh, device)
         loaded = load_rank(config, directory, max_model_len, device, mesh)
         self.plan = loaded.plan
+        self.loaded = loaded.target
         self.model = loaded.model
         self.drafter = loaded.drafter
         self.runner = make_runner(config, max_model_len, self.device, mesh, loaded)
@@ -53,7 +54,7 @@ class Worker:
         self.kv_cache = cache.size
         forward = self.runner.forward
         self.resident_memory = ResidentMemory(
-            loaded.model, loaded.weights, cache.memory, forward, config, directory, loaded.load, mesh.replica.rank
+            loaded.target, loaded.weights, cache.memory, forward, config, directory, loaded.load, mesh.replica.rank
         )
         if device.type == "cpu":
             keep_what_is_freed()  # called now, after the memory used for loading has been freed
@@ -78,7 +79,7 @@ class Worker:
             self._profiler = self._profiler or RankProfiler(self.runner, self._rank)
             self._profiler.obey(change)
         else:
-            self.runner.was_finite = False  # the weights may have changed
+            self.runner.expect_new_weights()
             self.resident_memory.change(change)
 
 

@@ -26,7 +26,7 @@ from quire.ops.cpu.build import library
 from quire.platform.folders import cache_folder
 from quire.worker.resident_memory import _tensors
 from support.checkpoints import FAMILIES, write_checkpoint
-from support.engines import generate, logits_of_ranks, make_llm, runner_of, runners_of_ranks, tokens_of
+from support.engines import generate, loaded_by, logits_of_ranks, make_llm, runner_of, tokens_of, workers_of_ranks
 from support.gguf_files import write_gguf
 from support.quantized import FORMATS, FURTHER, write_quantized
 from support.reference import prompts
@@ -62,7 +62,7 @@ def start(path: Path, **options: Any) -> LLM:
 
 
 def is_mapped(llm: LLM) -> bool:
-    cache = runner_of(llm).model.weight_cache
+    cache = loaded_by(llm).weight_cache
     return cache is not None and cache.mapped > 0
 
 
@@ -145,12 +145,13 @@ def test_checkpoints_may_be_gguf_files(folder, checkpoints, tmp_path, kind):
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}, {"enable_expert_parallel": True}])
 def test_each_rank_has_weights_of_its_own(folder, checkpoints, options):
     path = checkpoints.path(FAMILIES["mixtral"][0])
-    first = runners_of_ranks(path, 2, **options)
+    first = [worker.runner for worker in workers_of_ranks(path, 2, **options)]
     wait_until_kept()
     assert len(list(folder.iterdir())) == 2
-    second = runners_of_ranks(path, 2, **options)
-    for one, other in zip(first, second, strict=True):
-        assert other.model.weight_cache.mapped
+    workers = workers_of_ranks(path, 2, **options)
+    second = [worker.runner for worker in workers]
+    for one, other, worker in zip(first, second, workers, strict=True):
+        assert worker.loaded.weight_cache.mapped
         assert_equal(one.model, other.model)
     assert torch.equal(logits_of_ranks(first, TEXTS[0]), logits_of_ranks(second, TEXTS[0]))
 
@@ -160,12 +161,12 @@ def test_each_rank_has_weights_of_its_own(folder, checkpoints, options):
 
 def test_models_that_are_small_enough_anyway_are_not_kept(folder, checkpoints, monkeypatch):
     monkeypatch.undo()
-    assert runner_of(start(checkpoints.path("llama"))).model.weight_cache is None
+    assert loaded_by(start(checkpoints.path("llama"))).weight_cache is None
 
 
 @pytest.mark.parametrize("options", [{"weight_cache": False}, {"load_format": "dummy"}])
 def test_an_engine_may_keep_nothing(folder, checkpoints, options):
-    assert runner_of(start(checkpoints.path("llama"), **options)).model.weight_cache is None
+    assert loaded_by(start(checkpoints.path("llama"), **options)).weight_cache is None
     assert not folder.exists()
 
 
@@ -241,7 +242,7 @@ def test_the_file_counts_as_memory_that_is_used(folder, checkpoints, monkeypatch
     monkeypatch.setattr("quire.worker.assembly.cache.free_on_host", lambda mapped: free - mapped)
     start(path)
     llm = make_llm(path)
-    mapped = runner_of(llm).model.weight_cache.mapped
+    mapped = loaded_by(llm).weight_cache.mapped
     assert 0 < mapped < free / 2
     kv = llm.core.executor.kv_cache
     assert kv.num_blocks == (free - mapped) // 2 // sum(kv.rank_bytes)
@@ -310,7 +311,7 @@ def test_a_read_only_folder_is_read(folder, checkpoints):
     code = (
         "import sys; from quire.checkpoints.packed import cache; cache.WORTHWHILE = 0; from quire import LLM;"
         "llm = LLM(sys.argv[1], dtype='float32', max_model_len=176, max_num_seqs=32, mamba_block_size=16);"
-        "print(llm.core.executor.runner.model.weight_cache.mapped)"
+        "print(llm.core.executor._worker.loaded.weight_cache.mapped)"
     )
     command = ["unshare", "--mount", "sh", "-c", f'mount --bind -o ro "{folder}" "{folder}" && exec "$@"', "sh"]
     allowed = subprocess.run([*command, "true"], capture_output=True)

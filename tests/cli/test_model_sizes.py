@@ -40,7 +40,7 @@ WIDE = {  # so wide that norms and the padding of panels do not matter
 
 def built(path: Path, **options: str) -> Decoder:
     config = EngineConfig.create(**options)
-    return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False)
+    return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False).model
 
 
 @pytest.mark.sampled(2)

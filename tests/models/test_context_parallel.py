@@ -403,19 +403,7 @@ def test_encoders_have_no_contexts_to_divide(tmp_path):
 # ---- processes
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("variant", "division", "depth"),
-    [
-        pytest.param("llama", "pcp-2", 2, marks=pytest.mark.slow),
-        pytest.param("llama-mqa-linear", "dcp-2-of-tp-2", 1, marks=pytest.mark.nightly),
-        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", "pcp-3", 2, marks=pytest.mark.nightly),
-        pytest.param("deepseek_v2", "pcp-2-and-pp-2", 1, marks=pytest.mark.nightly),
-    ],
-)
-def test_processes_say_what_one_does(checkpoints, references, variant, division, depth):
+def processes_say_what_one_does(checkpoints: Any, references: Any, variant: str, division: str, depth: int) -> None:
     """In chunks and with preemptions, `depth` steps in flight."""
     expected, sizes = references.continuations(variant)[:12], DIVISIONS[division]
     plain = make_llm(checkpoints.path(variant))
@@ -433,3 +421,33 @@ def test_processes_say_what_one_does(checkpoints, references, variant, division,
         assert llm.core.scheduler.limits.depth == depth + (sizes.pp > 1) * 2
     finally:
         llm.shutdown()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("variant", "division", "depth"),
+    [
+        pytest.param("llama", "pcp-2", 2, marks=pytest.mark.slow),
+        pytest.param("llama-mqa-linear", "dcp-2-of-tp-2", 1, marks=pytest.mark.nightly),
+        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", "pcp-3", 2, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v2", "pcp-2-and-pp-2", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_processes_say_what_one_does(checkpoints, references, variant, division, depth):
+    processes_say_what_one_does(checkpoints, references, variant, division, depth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "division", "depth"),
+    [
+        ("deepseek_v32", "dcp-2-of-tp-2", 2),
+        pytest.param("glm_moe_dsa-shared-selections", "dcp-2-of-tp-4", 1, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v32", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_processes_select_the_keys_that_one_does(checkpoints, references, variant, division, depth):
+    """Sparse attention: the ranks exchange candidates."""
+    processes_say_what_one_does(checkpoints, references, variant, division, depth)

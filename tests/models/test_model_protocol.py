@@ -15,7 +15,7 @@ from quire.checkpoints.hub import bundled_model
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState, pick
 from quire.messages.sampling_params import SamplingParams
-from quire.models.model import Model
+from quire.models.model import LoadedModel, Model
 from quire.ops import Kernels, Target
 from quire.parallel.pipeline import Stage
 from support.engines import generate, make_llm, runner_of, tokens_of
@@ -29,7 +29,7 @@ class Bigrams(Model):
     def __init__(self) -> None:
         self.kernels = Kernels(Target(torch.device("cpu"), torch.float32))
         self.vocab_size, self.rotary, self.num_parameters = VOCAB, [], VOCAB * 8
-        self.num_token_ids, self.pooler, self.stage = VOCAB, None, Stage(range(1))
+        self.num_token_ids, self.stage = VOCAB, Stage(range(1))
         self.kv_specs: list[Any] = []
         self.cache_shapes: list[CacheShape] = []
         self.table = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ class Bigrams(Model):
 @pytest.fixture
 def bigrams(monkeypatch: pytest.MonkeyPatch) -> Bigrams:
     model = Bigrams()
-    monkeypatch.setattr(quire.worker.assembly.loading, "load_model", lambda *args, **options: model)
+    monkeypatch.setattr(quire.worker.assembly.loading, "load_model", lambda *args, **options: LoadedModel(model))
     return model
 
 

@@ -88,7 +88,7 @@ def test_the_encoders_results_and_the_log_probabilities_equal_transformers(folde
     with torch.inference_mode():
         encoded = network(folder, kind).get_encoder()(input_ids=token_ids[None])
         logits = network(folder, kind)(encoder_outputs=encoded, decoder_input_ids=torch.tensor([decoder])).logits[0, -1]
-        made = runner_of(llm).model.tower("text", {"ids": token_ids})
+        made = runner_of(llm).media.tower("text", {"ids": token_ids})
     torch.testing.assert_close(made, encoded.last_hidden_state[0], rtol=1e-4, atol=1e-4)
     prompt: Any = {"encoder_prompt": token_ids.tolist(), "decoder_prompt": {"prompt_token_ids": decoder}}
     [output] = generate(llm, [prompt], PARAMS.clone(max_tokens=1, logprobs=5))
@@ -278,21 +278,25 @@ def test_a_wrong_spec_is_found_out(make, expected, monkeypatch, kind, mutate):
     assert right <= len(wanted) // 2
 
 
+def flip(bias: Any) -> None:
+    bias.copy_(bias.flip(1))
+
+
 LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
-    ("bart", "bias of the head", lambda model: model.lm_head.bias.zero_()),
-    ("bart", "offset of positions", lambda model: setattr(model.positions, "offset", 0)),
-    ("bart", "offset of the encoder's positions", lambda model: setattr(model.tower.model.positions, "offset", 0)),
-    ("t5", "no biases by distance", lambda model: model.layers[0].mixer.bias.zero_()),
-    ("flan-t5", "no biases in the encoder", lambda model: model.tower.model.layers[0].mixer.bias.zero_()),
+    ("bart", "bias of the head", lambda runner: runner.model.lm_head.bias.zero_()),
+    ("bart", "offset of positions", lambda runner: setattr(runner.model.positions, "offset", 0)),
     (
-        "flan-t5",
-        "a mirrored encoder",
-        lambda model: model.tower.model.layers[0].mixer.bias.copy_(model.tower.model.layers[0].mixer.bias.flip(1)),
+        "bart",
+        "offset of the encoder's positions",
+        lambda runner: setattr(runner.media.tower.model.positions, "offset", 0),
     ),
+    ("t5", "no biases by distance", lambda runner: runner.model.layers[0].mixer.bias.zero_()),
+    ("flan-t5", "no biases in the encoder", lambda runner: runner.media.tower.model.layers[0].mixer.bias.zero_()),
+    ("flan-t5", "a mirrored encoder", lambda runner: flip(runner.media.tower.model.layers[0].mixer.bias)),
     (
         "umt5",
         "biases of the first layer",
-        lambda model: setattr(model.layers[1].mixer, "bias", model.layers[0].mixer.bias),
+        lambda runner: setattr(runner.model.layers[1].mixer, "bias", runner.model.layers[0].mixer.bias),
     ),
 ]
 
@@ -303,7 +307,7 @@ LAYER_MUTATIONS: list[tuple[str, str, Callable[[Any], object]]] = [
 )
 def test_a_wrong_layer_is_found_out(make, expected, kind, mutate):
     llm = make(kind, "reference")
-    mutate(runner_of(llm).model)
+    mutate(runner_of(llm))
     with pytest.raises(AssertionError):
         check(llm, expected(kind))
 

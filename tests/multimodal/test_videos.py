@@ -32,7 +32,7 @@ def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     tensors = {n: tensor_of(buffer, torch.device("cpu")) for n, buffer in item.tensors.items()}
     assert tensors["grid"].tolist() == ([3, 10, 12] if name in ("qwen3_vl", "qwen3_5") else [3, 6, 8])
     with torch.inference_mode():
-        ours = runner_of(llm).model.tower("video", tensors)
+        ours = runner_of(llm).media.tower("video", tensors)
         found = network.model.get_video_features(tensors["pixels"].flatten(1), tensors["grid"][None])
     expected = torch.cat(list(found.pooler_output))
     if name == "qwen3_vl":  # what is added to later layers follows
@@ -85,7 +85,7 @@ def test_the_videos_of_onevision_equal_transformers(folder):
     [item] = llm.processor.process("v", prompt, SamplingParams()).core_requests[0].media
     tensors = {n: tensor_of(buffer, torch.device("cpu")) for n, buffer in item.tensors.items()}
     with torch.inference_mode():
-        ours = runner_of(llm).model.tower("video", tensors)
+        ours = runner_of(llm).media.tower("video", tensors)
         [expected] = network.model.get_video_features(tensors["pixel_values"][None]).pooler_output
     assert ours.shape == (3 * 4 + 1, 64)
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -114,7 +114,7 @@ def test_the_frames_of_internvl_are_tiles_between_pictures(folder):
     for item in request.media:
         pixels = tensor_of(item.tensors["pixel_values"], torch.device("cpu"))
         with torch.inference_mode():
-            ours = runner_of(llm).model.tower(item.modality, {"pixel_values": pixels})
+            ours = runner_of(llm).media.tower(item.modality, {"pixel_values": pixels})
             theirs = network.model.get_image_features(pixels).pooler_output
         assert sum(count for _, count in item.place.spans) == len(ours)
         assert (ours - theirs.flatten(0, 1)).abs().max() < 1e-4 * theirs.abs().max()

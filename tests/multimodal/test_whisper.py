@@ -75,7 +75,7 @@ def test_the_encoders_embeddings_equal_transformers(folder):
     features = extractor()(sound(1), sampling_rate=RATE, return_tensors="pt").input_features
     with torch.inference_mode():
         wanted = network(folder).model.encoder(features).last_hidden_state[0]
-        made = runner_of(llm).model.tower("audio", {"mel": features[0]})
+        made = runner_of(llm).media.tower("audio", {"mel": features[0]})
     torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
 
 

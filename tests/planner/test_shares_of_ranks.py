@@ -30,7 +30,7 @@ def built(path: Path, tp: int, pp: int = 1, stage: int = 0) -> Any:
     """The model of a rank."""
     config = EngineConfig.create(tensor_parallel_size=tp, pipeline_parallel_size=pp, **PLAIN)
     mesh = Mesh(0, size=tp * pp, tp=Communicator(0, tp), pp=Communicator(stage, pp))
-    return load_model(path, config, LENGTH, torch.device("cpu"), mesh, show_progress=False)
+    return load_model(path, config, LENGTH, torch.device("cpu"), mesh, show_progress=False).model
 
 
 def tables(path: Path) -> float:

@@ -21,6 +21,7 @@ from quire.executor.uniproc import UniprocExecutor
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
+from quire.models.model import LoadedModel
 from quire.ops.cpu.build import library
 from quire.ops.registry import OPS
 from quire.parallel.mesh import Mesh
@@ -122,6 +123,10 @@ def runner_of(llm: LLM) -> ModelRunner:
     return llm.core.executor.runner
 
 
+def loaded_by(llm: LLM) -> LoadedModel:
+    return llm.core.executor._worker.loaded
+
+
 def teacher_forced_logits(llm: LLM, text: list[int], chunks: Sequence[int] = ()) -> Tensor:
     """The logits after each token of `text`, computed in steps of `chunks` tokens: [tokens, vocab]."""
     return forced_logits(runner_of(llm), text, chunks)
@@ -151,10 +156,13 @@ def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = 
 
 def runners_of_ranks(path: Path, ranks: int, **options: Any) -> list[Any]:
     """The runners of tensor-parallel ranks that are threads."""
+    return [worker.runner for worker in workers_of_ranks(path, ranks, **options)]
+
+
+def workers_of_ranks(path: Path, ranks: int, **options: Any) -> list[Worker]:
     given = {"dtype": "float32", "max_num_seqs": 4, "tensor_parallel_size": ranks, **options}
     config = EngineConfig.create(model=str(path), **given)
-    workers = on_every_rank(ranks, lambda group: Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
-    return [worker.runner for worker in workers]
+    return on_every_rank(ranks, lambda group: Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
 
 
 def logits_of_ranks(runners: Sequence[Any], text: list[int], chunks: Sequence[int] = ()) -> Tensor:

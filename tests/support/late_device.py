@@ -34,6 +34,7 @@ from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
+from quire.models.model import MediaEncoder
 from quire.models.towers.text import Encoder as TextEncoder
 from quire.models.towers.whisper import Encoder as SoundEncoder
 from quire.sampling.sampler import Sampler
@@ -232,10 +233,8 @@ class LateModel(_Late):
         size = self.real.vocab_size
         return self.stream.launch(lambda: self.real.logits(hidden, slots), len(hidden), size, dtype=hidden.dtype)
 
-    @property
-    def tower(self) -> Any:
+    def late_tower(self, real: Any) -> Any:
         """Encoders of pictures are operations of torch; those of texts and sounds, which take adapters, are kernels."""
-        real = self.real.tower
         if not isinstance(real, TextEncoder | SoundEncoder):
             return real
         size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
@@ -352,6 +351,10 @@ class LateExecutor(Executor):
             old.has_sections,
         )
         self.real_model = getattr(real.model, "real", real.model)
+        old_executor = llm.core.executor
+        self.encoder: MediaEncoder = (
+            old_executor.encoder if isinstance(old_executor, LateExecutor) else old_executor._worker.loaded.encoder
+        )
         model: Any = LateModel(self.real_model, self.stream)
         backends: Any = [
             LateBackend(getattr(backend, "real", backend), self.stream) for backend in real.forward.backends
@@ -365,7 +368,7 @@ class LateExecutor(Executor):
             layers = len(self.real_model.kv_specs[0].entries)
             make_rows = partial(LateRows, compression, batch, device, backends[0], layers)
             staging = CompressingStaging(device, batch, kernels, self.most_tokens, make_rows)
-        sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
+        sampler = Sampler(kernels, llm.config, device.torch_device, self.encoder.output_rules)
         drafter = self.late_drafter(real.drafter, staging, sampler)
         parts = ForwardParts(taps=drafter.taps)
         forward = Forward(model, backends, parts)
@@ -378,7 +381,9 @@ class LateExecutor(Executor):
                 forward.capture()
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
-        media = MediaInputs(model, batch) if isinstance(real.media, MediaInputs) else NoMedia()
+        media = NoMedia()
+        if isinstance(real.media, MediaInputs):
+            media = MediaInputs(model, MediaEncoder(model.late_tower(self.encoder.tower)), batch)
         drafts_stay = scheduler.limits.depth > 1
         runner_parts = RunnerParts(model, batch, staging, forward, media)
         self.runner = ModelRunner(runner_parts, sampler, drafter, drafts_stay)

@@ -20,6 +20,7 @@ import pytest
 import quire.demo
 from support.server_process import Server
 from support.waiting import LONGEST, eventually
+from support.watched_commands import python_path
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")  # of the two machines on their link; no one else sees these
 
@@ -62,7 +63,7 @@ class Machine:
         self.secret.chmod(0o600)
         # The folder of compiled kernels is the only one that the machines share, so that they need not be compiled.
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        modules = f"{Path(__file__).parents[1]}:{Path(quire.__file__).parents[1]}"
+        modules = python_path(Path(__file__).parents[1], Path(quire.__file__).parents[1])
         self.environment = {
             "PYTHONPATH": modules,
             "HOME": str(folder / "home"),

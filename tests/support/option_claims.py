@@ -369,7 +369,7 @@ def _settings_of_requests(parts: Parts) -> None:
 
 @CHECKS.of("encoders")
 def _encoders(parts: Parts) -> None:
-    tower = runner_of(parts.seeing).model.tower
+    tower = runner_of(parts.seeing).media.tower
     assert tower is not None
     assert {value.dtype for value in vars(tower).values() if isinstance(value, torch.Tensor)} <= {torch.float32}
 

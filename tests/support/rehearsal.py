@@ -17,6 +17,6 @@ def rehearsed(llm: LLM, limits: EncoderLimits) -> tuple[list[MediaItem], float]:
     media = describe(directory, config.model).spec.media
     assert media is not None
     make = partial(largest_items, media, directory, config.multimodal)
-    runner.model.largest_items = make
+    runner.media._largest_items = make
     needed = runner.media.rehearse(limits)
     return list(make(limits)), needed / limits.capacity / runner.model.hidden_size / 4

@@ -20,6 +20,7 @@ import psutil
 
 from support.server import Client
 from support.waiting import LONGEST, eventually
+from support.watched_commands import python_path
 
 
 class Server:
@@ -44,7 +45,7 @@ class Server:
             [*wrapper, sys.executable, "-m", "quire", self.command, "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "PYTHONPATH": python_path(tests), "OMP_NUM_THREADS": "1", **environment},
             preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
         )
         self._lines: list[str] = []

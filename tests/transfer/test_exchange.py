@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.secret import ClusterSecret
+from quire.kv.manager import KVCacheManager
 from quire.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
@@ -97,13 +98,15 @@ class Engine:
         name: str = "p",
     ) -> None:
         limits = SchedulerLimits(4, 16, 64, depth=depth)
-        self.scheduler = Scheduler(limits, num_blocks, specs, SIZE, fingerprint=name)
         self.link = Link(secret, None if listen is None else ("127.0.0.1", listen))
         peer = Peer("p", "127.0.0.1", ())
-        self.exchange = Exchange(self.scheduler.kv, mover, 0, self.link, facts, peer)
+
+        def connect_engines(kv: KVCacheManager) -> Exchange:
+            self.exchange = Exchange(kv, mover, 0, self.link, facts, peer)
+            return self.exchange
+
+        self.scheduler = Scheduler(limits, num_blocks, specs, SIZE, fingerprint=name, connect_engines=connect_engines)
         self.exchange.connect(self.scheduler.wake)
-        self.scheduler.connectors.append(self.exchange)
-        self.scheduler.gates.append(self.exchange)
         self.content: Content = {}
         self.other_rank = Rank()
         self.withdraws = lambda: False  # whether a step is withdrawn, and whether the other rank runs it all the same

@@ -26,7 +26,7 @@ SOME = "llama gpt2 gemma3_text mixtral gpt_oss deepseek_v2".split()
 def decoder(path: Path, **options: str) -> Decoder:
     """A model without a KV cache."""
     config = EngineConfig.create(dtype="float32", **options)
-    return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False)
+    return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False).model
 
 
 @pytest.mark.sampled(2)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.build import Builder
-from quire.layers.norm import make_norm
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.decoder import LayerStack
 from quire.models.spec import NAMES, HfConfig, Names, decoder_spec, layer_windows
@@ -38,8 +37,9 @@ class EagleLayers(LayerStack):
         def has_part(name: str) -> bool:
             return has(prefix.replace("{i}", "0") + name)
 
-        renamed = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in NAMES["llama"].items()}
-        names: Names = renamed | {"attention_norm": None}
+        names: Names = {
+            role: name and name.replace("model.layers.{i}.", prefix) for role, name in NAMES["llama"].items()
+        }
         norm = NormSpec("rms", config["rms_norm_eps"])
         attention = {
             "qkv_bias": has_part("self_attn.q_proj.bias"),
@@ -53,8 +53,5 @@ class EagleLayers(LayerStack):
         spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=names, windows=windows)
         first, *others = spec.mixers
         assert isinstance(first, AttentionSpec)
-        spec = replace(spec, mixers=(replace(first, input_size=inputs), *others))
-        super().__init__(builder, spec, max_model_len)
-        for i, layer in enumerate(self.layers[1:], 1):
-            name = prefix.replace("{i}", str(i)) + "input_layernorm"
-            layer.attention_norm = make_norm(builder, name, spec.hidden_size, norm)
+        mixers = (replace(first, input_size=inputs), *others)
+        super().__init__(builder, replace(spec, mixers=mixers, first_norm=False), max_model_len)

@@ -37,7 +37,8 @@ def load_draft_model(
     )
     group = Communicator() if options.draft_tensor_parallel_size == 1 else group
     mesh = Mesh(tp=group)  # it is whole on the last stage of a pipeline
-    return load_model(Path(str(options.model)), replace(config, model=model), max_model_len, device, mesh, False)
+    config = replace(config, model=model)
+    return load_model(Path(str(options.model)), config, max_model_len, device, mesh, False).model
 
 
 def load_head(
@@ -65,10 +66,12 @@ def load_head(
     method_of = quantization_method(fields, None if checkpoint is None else checkpoint.has)
     # A head has few weights, and a wrong draft costs a step, so 4 bits are not worth it.
     quantization = "int8" if config.model.quantization in ("int8", "int4") else None
-    builder = Builder(target.kernels, group, method_of, quantizer_of(quantization, {}))
+    quantizer = quantizer_of(quantization, {})
+    if checkpoint is None:
+        builder = Builder(target.kernels, group, method_of, quantizer)
+    else:
+        builder = Builder(target.kernels, group, method_of, quantizer, shape_of=checkpoint.shape_of)
     has = checkpoint.has if checkpoint is not None else lambda name: is_mtp
-    if checkpoint is not None:
-        builder.shape_of = checkpoint.shape_of
     try:
         head = maker(builder, fields, target, has, max_model_len)
     except KeyError as missing:

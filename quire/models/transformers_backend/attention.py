@@ -24,10 +24,7 @@ class Step:
 
 @dataclass
 class PagedAttention:
-    """The attention of one layer: its place in the cache. head_dim: of cached keys and values; see `_rows`.
-
-    backend, cache: set once the cache's size is known.
-    """
+    """The attention of one layer: its place in the cache. head_dim: of cached keys and values; see `_rows`."""
 
     step: Step
     group: int
@@ -35,6 +32,11 @@ class PagedAttention:
     window: int | None
     backend: AttentionBackend | None = None
     cache: Tensor | None = None
+
+    def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
+        """Called once the cache's size is known."""
+        self.backend = backend
+        self.cache = cache
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None

@@ -38,7 +38,6 @@ class TransformersModel(Model):
         self.vocab_size = self.num_token_ids = network.config.vocab_size
         self.hidden_size = network.config.hidden_size
         self.rotary = []
-        self.pooler = None
         self.tensors = dict([*network.named_parameters(), *network.named_buffers()])
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self._body = network.base_model
@@ -60,8 +59,7 @@ class TransformersModel(Model):
         for spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             assert isinstance(backend, AttentionBackend)
             for index, entry in enumerate(spec.entries):
-                layer = self._layers[entry.layer]
-                layer.backend, layer.cache = backend, backend.view(blocks, index)
+                self._layers[entry.layer].bind(backend, backend.view(blocks, index))
 
     def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
         embedded: Tensor = self._body.get_input_embeddings()(ids)

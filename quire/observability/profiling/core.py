@@ -129,12 +129,14 @@ class CoreProfiler:
         running.trace = None
         running.ends = []
         running.is_recording = False
-        self._core.busy(PROFILE_SECONDS)  # in this time, no thread of this process may be able to send heartbeats
+        self._core.announce_silence(
+            PROFILE_SECONDS
+        )  # in this time, no thread of this process may be able to send heartbeats
         try:
             # The ranks still ignore this process's silence, since they are recording.
             _stop_both(trace, lambda: self._core.executor.change(_told(running.order, write)), write)
         finally:
-            self._core.busy(0)
+            self._core.announce_silence(0)
         running.is_written = write
 
 

@@ -64,7 +64,7 @@ def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], 
 def _free_on_host(config: EngineConfig, mesh: Mesh, loaded: LoadedRank) -> int:
     """Return this rank's share of the machine's free memory."""
     together = mesh.ranks_on_machine
-    cached = loaded.model.weight_cache
+    cached = loaded.target.weight_cache
     free = free_on_host(0 if cached is None else cached.mapped * together)  # replicas map the same files
     return free // (together * max(1, len(config.layout.here)))
 

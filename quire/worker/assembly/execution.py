@@ -43,6 +43,7 @@ def make_runner(
     """Raises ConfigError if the drafter does not fit."""
     plan = loaded.plan
     model = loaded.model
+    encoder = loaded.target.encoder
     sees, has_sections = model.sees
     batch = InputBatch(
         config.scheduler.max_num_seqs,
@@ -56,7 +57,7 @@ def make_runner(
     staging = _staging(config, device, batch, loaded)
     sampler = None
     if config.model.runner != "pooling":
-        sampler = Sampler(model.kernels, config, device.torch_device, model.output_rules)
+        sampler = Sampler(model.kernels, config, device.torch_device, encoder.output_rules)
     drafter = None if sampler is None else _drafter(config, loaded, staging, sampler)
     transfer = config.cache.transfer
     clock = None
@@ -67,7 +68,7 @@ def make_runner(
         batch,
         staging,
         _forward(config, mesh, plan, model, staging, drafter, clock),
-        media=MediaInputs(model, batch) if sees or config.multimodal.enable_prompt_embeds else NoMedia(),
+        media=MediaInputs(model, encoder, batch) if sees or config.multimodal.enable_prompt_embeds else NoMedia(),
         balancer=expert_balancer(model, config.parallel),
         clock=clock or NoClock(),
         is_only_rank=mesh.size == 1,
@@ -76,8 +77,8 @@ def make_runner(
     if plan.runner is RunnerKind.STAGE:
         return StageRunner(parts, None if sampler is None else sampler.processors)
     if plan.runner is RunnerKind.POOL:
-        assert model.pooler is not None
-        return PoolingRunner(parts, model.pooler)
+        assert loaded.target.pooler is not None
+        return PoolingRunner(parts, loaded.target.pooler)
     assert sampler is not None
     return ModelRunner(parts, sampler, drafter, plan.drafts_stay)
 

@@ -16,7 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.layers.lora import AdapterSlots
 from quire.models.kv_groups import KVGroups
 from quire.models.load import load_model
-from quire.models.model import Model
+from quire.models.model import LoadedModel, Model
 from quire.observability.logging import logger
 from quire.parallel.mesh import Mesh
 from quire.worker import memory
@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """weights: see weights_of. load: loads the same model again, see ResidentMemory. drafter: None if this rank makes
-    no drafts."""
+    """target: this rank's part of the model. weights: see weights_of. load: loads the same model again, see
+    ResidentMemory. drafter: None if this rank makes no drafts for the target."""
 
     plan: RankPlan
-    model: Model
+    target: LoadedModel
     weights: list[Tensor]
-    load: Callable[[Path | Checkpoint | None], Model]
+    load: Callable[[Path | Checkpoint | None], LoadedModel]
     drafter: "DrafterParts | None"
+
+    @property
+    def model(self) -> Model:
+        return self.target.model
 
     @property
     def block_bytes(self) -> int:
@@ -70,8 +74,9 @@ def load_rank(
     slots = AdapterSlots(lora.max_loras, lora.max_lora_rank, lora.lora_target_modules) if lora.enable_lora else None
     with memory.explained("the model's weights", device):
         load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
-        model = load(slots)
-    weights = weights_of(model)
+        loaded = load(slots)
+    model = loaded.model
+    weights = weights_of(loaded)
     plan = plan_rank(config, max_model_len, mesh, model.kernels, KVGroups(model.kv_specs, model.cache_shapes))
     drafter = None
     if plan.drafter_forward is not None:
@@ -79,8 +84,8 @@ def load_rank(
             drafter = _load_drafter(config, directory, max_model_len, model, mesh, plan)
     num_parameters = mesh.pp.total(model.num_parameters)
     if mesh.rank == 0:
-        _log(config, mesh, model, plan, num_parameters, time.perf_counter() - started)
-    return LoadedRank(plan, model, weights, lambda weights: load(weights=weights), drafter)
+        _log(config, mesh, loaded, plan, num_parameters, time.perf_counter() - started)
+    return LoadedRank(plan, loaded, weights, lambda weights: load(weights=weights), drafter)
 
 
 def _load_drafter(
@@ -94,17 +99,20 @@ def _load_drafter(
     return DrafterParts(options, config, directory, model, max_model_len, mesh.tp, backends_of)
 
 
-def _log(config: EngineConfig, mesh: Mesh, model: Model, plan: RankPlan, num_parameters: int, seconds: float) -> None:
+def _log(
+    config: EngineConfig, mesh: Mesh, loaded: LoadedModel, plan: RankPlan, num_parameters: int, seconds: float
+) -> None:
     """num_parameters: of all ranks. seconds: the loading time."""
-    device = model.kernels.target.device
+    target = loaded.model.kernels.target
+    device = target.device
     logger.info(
         "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
         config.model.model or "quire-demo (bundled)",
         f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "",
         seconds,
         count_text(num_parameters),
-        str(model.kernels.target.dtype).removeprefix("torch."),
-        memory.weights_in_memory(model) / 2**30,
+        str(target.dtype).removeprefix("torch."),
+        memory.weights_in_memory(loaded) / 2**30,
         f" on the first of {mesh.replica.size} ranks" if mesh.replica.size > 1 else "",
         ", ".join(dict.fromkeys(backend.name for backend in plan.backends)) or "none",
     )

@@ -125,7 +125,7 @@ class Published:
         pins = dict.fromkeys(OPS, "reference") if kernels == "reference" else {}
         config = EngineConfig.create(dtype="float32", kernels=pins)
         group, cpu = group or Communicator(), torch.device("cpu")
-        target: Any = load_model(self.directory, config, 64, cpu, Mesh(tp=group), show_progress=False)
+        target: Any = load_model(self.directory, config, 64, cpu, Mesh(tp=group), show_progress=False).model
         checkpoint = open_checkpoint(self.directory)
         builder = Builder(target.kernels, group, lambda name: DenseWeight, shape_of=checkpoint.shape_of)
         head = MAKERS.get(self.kind, deepseek_mtp)(builder, {}, target, has or checkpoint.has, 64)
