@@ -66,7 +66,9 @@ class Attention(CachedAttention):
         self.norm_after_rotary = spec.norm_after_rotary
         self.qkv_clip = spec.qkv_clip
         self.temperature = spec.temperature
-        self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
+        self.alibi = None
+        if spec.alibi:
+            self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder, self.scale if spec.alibi_unscaled else 1.0)
         self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
         self.sinks = None
         if spec.sinks:

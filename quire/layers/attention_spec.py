@@ -55,17 +55,18 @@ class AttentionSpec:
     """The grouped-query attention of a model.
 
     qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
-    are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: the norm of queries
-    and keys. qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with
-    a separate weight ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation comes before that
-    norm. qkv_clip: elements of queries, keys and values are clamped to at most this magnitude, after the norm (OLMo).
-    temperature: a factor of queries by position. sinks: each head has a learned logit in the softmax. alibi: see
-    AlibiSlopes. transposed: the checkpoint stores [in, out]. input_size: width of the vectors from which q, k and v are
-    computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate, which
-    follows its query in "q" (Qwen3-Next). is_causal: False for encoders, whose tokens also see later tokens and are not
-    cached. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads'
-    results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
-    has a learned bias on its scores (T5).
+    are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"), or are in four blocks of
+    queries, values, keys ("codegen"). qk_norm: the norm of queries and keys. qk_norm_over: the norm is taken over each
+    head with one weight for all heads ("head"), over each head with a separate weight ("heads"), or over all heads as
+    one vector ("all"). norm_after_rotary: rotation comes before that norm. qkv_clip: elements of queries, keys and
+    values are clamped to at most this magnitude, after the norm (OLMo). temperature: a factor of queries by position.
+    sinks: each head has a learned logit in the softmax. alibi: see AlibiSlopes. alibi_unscaled: the factor of the
+    scores does not apply to these biases (BLOOM, but not Falcon). transposed: the checkpoint stores [in, out].
+    input_size: width of the vectors from which q, k and v are computed, None for hidden_size. output_gate: each head's
+    result is multiplied by the sigmoid of a gate, which follows its query in "q" (Qwen3-Next). is_causal: False for
+    encoders, whose tokens also see later tokens and are not cached. key_bias: False if keys lack the bias of queries
+    and values (Whisper). sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet).
+    buckets: the buckets of distances for which each head has a learned bias on its scores (T5).
     """
 
     hidden_size: int
@@ -74,7 +75,7 @@ class AttentionSpec:
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
-    qkv_layout: Literal["separate", "concatenated", "by_kv_head"] = "separate"
+    qkv_layout: Literal["separate", "concatenated", "by_kv_head", "codegen"] = "separate"
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     norm_after_rotary: bool = False
@@ -85,6 +86,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    alibi_unscaled: bool = False
     transposed: bool = False
     input_size: int | None = None
     output_gate: bool = False
@@ -167,6 +169,9 @@ class HeadShare:
         if spec.qkv_layout == "concatenated":
             starts = (q.start, heads + k.start, heads + kv_heads + k.start)
             return [part("qkv", total, start, len(r)) for start, r in zip(starts, (q, k, k), strict=True)]
+        if spec.qkv_layout == "codegen":
+            block = heads // 4
+            return [part("qkv", total, (h // block * 3 + at) * block + h % block, 1) for at in (0, 2, 1) for h in q]
         group = heads // kv_heads
         queries = [part("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
         return queries + [part("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]

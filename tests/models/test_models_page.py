@@ -48,6 +48,13 @@ PEOPLE_CALL_IT = {
     "cohere": "Command-R, Aya",
     "cohere2": "Command-R7B, Command A",
     "stablelm": "StableLM",
+    "starcoder2": "StarCoder2",
+    "gpt_bigcode": "StarCoder, SantaCoder",
+    "gptj": "GPT-J",
+    "codegen": "CodeGen",
+    "persimmon": "Persimmon",
+    "bloom": "BLOOM",
+    "mpt": "MPT",
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
@@ -95,6 +102,7 @@ OTHER_NAMES = {
     "gemma3_text": ["Gemma3ForConditionalGeneration"],
     "llama4_text": ["Llama4ForConditionalGeneration"],
     "phimoe": ["PhiMoEForCausalLM"],
+    "mpt": ["MPTForCausalLM"],
 }
 
 REFERENCES = {"rwkv7": "the paper's equations, and these against the package `rwkv`"}

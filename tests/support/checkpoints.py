@@ -117,7 +117,7 @@ FAMILIES: dict[str, list[str]] = {}  # the variants of each model type, the usua
 for _name, (_kind, _, _) in ALL_VARIANTS.items():
     FAMILIES.setdefault(_kind, []).append(_name)
 
-PLAIN_DOWN = r"fc2|mlp\.c_proj|dense_4h_to_h"  # of MLPs without a gate
+PLAIN_DOWN = r"fc2|fc_out|mlp\.c_proj|dense_4h_to_h|ffn\.down_proj"  # of MLPs without a gate
 EMBEDDINGS = r"embed_(tokens|positions|in)\.|word_embeddings|wte|wpe"
 
 
@@ -175,7 +175,7 @@ def scale_weights(model: Any, seed: int) -> None:
 def bias_size(name: str) -> float:
     if "router" in name:
         return 1
-    return 0.1 if re.search(r"norm|ln_|fc[12]|dense|c_proj|c_fc|out_proj", name) else 0.3
+    return 0.1 if re.search(r"norm|ln_|fc[12]|fc_(in|out)|dense|c_proj|c_fc|out_proj", name) else 0.3
 
 
 def norm_size(name: str, kind: str) -> float:
@@ -190,7 +190,7 @@ def norm_size(name: str, kind: str) -> float:
 
 def gain(name: str, kind: str) -> float:
     """The size of a weight's outputs if its inputs have size 1."""
-    if re.search(rf"{PLAIN_DOWN}|fc1|c_fc|h_to_4h", name):
+    if re.search(rf"{PLAIN_DOWN}|fc1|fc_in|c_fc|h_to_4h|ffn\.up_proj", name):
         return 2.5
     if kind.startswith("gemma") and re.search(EMBEDDINGS, name):
         return 0.6  # before they are multiplied by the root of hidden_size

@@ -122,6 +122,11 @@ def falcon_hub(tensors: Tensors, config: Config) -> Tensors:
     return tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
 
 
+def bloom_hub(tensors: Tensors, config: Config) -> Tensors:
+    """bigscience/bloom-* have the names of the inner model."""
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
 def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
     """EleutherAI/pythia-* have the buffers of earlier attention layers."""
     length = config["max_position_embeddings"]
@@ -212,6 +217,7 @@ HUB_LAYOUTS = {
     "rwkv7": rwkv7_hub,
     "gpt2": gpt2_hub,
     "opt": opt_hub,
+    "bloom": bloom_hub,
     "falcon": falcon_hub,
     "gpt_neox": gpt_neox_hub,
     "deepseek_v3": deepseek_v3_hub,
