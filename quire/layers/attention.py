@@ -42,7 +42,7 @@ class Attention(CachedAttention):
         hidden = spec.hidden_size
         transposed = spec.transposed
         self.hidden_size = hidden
-        self.output_gate = spec.output_gate
+        self.output_gate = bool(spec.output_gate)
         inputs = spec.input_size or hidden
         parts = share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)

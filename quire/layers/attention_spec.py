@@ -63,10 +63,11 @@ class AttentionSpec:
     sinks: each head has a learned logit in the softmax. alibi: see AlibiSlopes. alibi_unscaled: the factor of the
     scores does not apply to these biases (BLOOM, but not Falcon). transposed: the checkpoint stores [in, out].
     input_size: width of the vectors from which q, k and v are computed, None for hidden_size. output_gate: each head's
-    result is multiplied by the sigmoid of a gate, which follows its query in "q" (Qwen3-Next). is_causal: False for
-    encoders, whose tokens also see later tokens and are not cached. key_bias: False if keys lack the bias of queries
-    and values (Whisper). sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet).
-    buckets: the buckets of distances for which each head has a learned bias on its scores (T5).
+    result is multiplied by the sigmoid of a gate, which follows its query in "q" (Qwen3-Next), or is in the tensor
+    "attention_gate" ("separate", AFMoE). is_causal: False for encoders, whose tokens also see later tokens and are not
+    cached. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads'
+    results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
+    has a learned bias on its scores (T5).
     """
 
     hidden_size: int
@@ -89,7 +90,7 @@ class AttentionSpec:
     alibi_unscaled: bool = False
     transposed: bool = False
     input_size: int | None = None
-    output_gate: bool = False
+    output_gate: bool | Literal["separate"] = False
     is_causal: bool = True
     key_bias: bool = True
     sub_norm: NormSpec | None = None
@@ -154,9 +155,12 @@ class HeadShare:
         k = self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
-            has_bias = spec.key_bias or name != "k"
+            has_bias = name != "attention_gate" and (spec.key_bias or name != "k")
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim, has_bias)
 
+        if spec.output_gate == "separate":
+            shares = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), ("v", kv_heads, k))
+            return [part(key, total, r.start, len(r)) for key, total, r in shares]
         if spec.output_gate:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
             return [*queries, *gates, *(part(key, kv_heads, k.start, len(k)) for key in ("k", "v"))]

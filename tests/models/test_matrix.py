@@ -19,6 +19,7 @@ from support.checkpoints import ALL_VARIANTS, FAMILIES
 from support.divisions import DIVISIONS, divided, has_divisible_contexts
 from support.engines import make_llm
 from support.families.experts import EXPERTS
+from support.families.mixtures import MIXTURES
 from support.families.recent import RECENT_EXPERTS
 from support.families.states import STATES
 from support.reference import LENGTHS, Continuation
@@ -28,6 +29,7 @@ from support.ways import FIRST, WAYS, check
 WITH_EXPERTS = {
     *EXPERTS,
     *RECENT_EXPERTS,
+    *MIXTURES,
     *(name for name, (_, config, _) in STATES.items() if config.get("num_experts") or config.get("num_local_experts")),
 }
 RANKS: dict[str, dict[str, int | bool]] = {

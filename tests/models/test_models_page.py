@@ -80,6 +80,17 @@ PEOPLE_CALL_IT = {
     "phimoe": "Phi-3.5-MoE",
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2, M2.1",
+    "granite_swa": "Granite with windows",
+    "youtu": "Youtu-LLM",
+    "minicpm3": "MiniCPM3",
+    "granitemoe": "Granite 3 (experts)",
+    "granitemoeshared": "Granite with shared experts",
+    "granitemoe_swa": "Granite with windows (experts)",
+    "flex_olmo": "FlexOlmo",
+    "exaone_moe": "EXAONE MoE, K-EXAONE",
+    "solar_open": "Solar Open",
+    "hy_v3": "Hunyuan 3",
+    "afmoe": "AFMoE (Trinity)",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "mamba": "Mamba",
     "falcon_mamba": "Falcon Mamba",
@@ -103,6 +114,7 @@ OTHER_NAMES = {
     "llama4_text": ["Llama4ForConditionalGeneration"],
     "phimoe": ["PhiMoEForCausalLM"],
     "mpt": ["MPTForCausalLM"],
+    "exaone_moe": ["ExaoneMoEForCausalLM"],
 }
 
 REFERENCES = {"rwkv7": "the paper's equations, and these against the package `rwkv`"}

@@ -114,5 +114,11 @@ def test_the_text_model_of_a_model_that_sees_equals_transformers(tmp_path, make)
 
 def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
     named = {hf_config(checkpoints.path(variants[0]), {})["architectures"][0] for variants in FAMILIES.values()}
-    other_names = {"YiForCausalLM", "PhiMoEForCausalLM", "Llama4ForConditionalGeneration", "MPTForCausalLM"}
+    other_names = {
+        "YiForCausalLM",
+        "PhiMoEForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "MPTForCausalLM",
+        "ExaoneMoEForCausalLM",
+    }
     assert named | other_names | SEEING == set(ARCHITECTURES)  # tests/multimodal compares the last ones

@@ -9,7 +9,8 @@ from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
-def deepseek(config: HfConfig) -> DecoderSpec:
+def deepseek(config: HfConfig, mlp: MLPSpec | None = None) -> DecoderSpec:
+    """mlp: of all layers, None for experts."""
     is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
     nope = config["qk_nope_head_dim"]
@@ -30,7 +31,7 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     return decoder_spec(
         config,
         mixer=latent,
-        mlp=mixtures(config, is_v3),
+        mlp=mlp or mixtures(config, is_v3),
         rotary=rotary,
         names=NAMES["deepseek_moe"] | NAMES["deepseek"],
         ignored=with_draft_layers(config),
@@ -82,6 +83,35 @@ def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
     return deepseek({"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1, **config})
 
 
+def youtu(config: HfConfig) -> DecoderSpec:
+    """Youtu-LLM: the attention of DeepSeek-V3, without experts."""
+    mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"))
+    return deepseek({"tie_word_embeddings": True, **config}, mlp)
+
+
+def minicpm3(config: HfConfig) -> DecoderSpec:
+    """MiniCPM3: DeepSeek's attention, without experts, in MiniCPM's parametrization."""
+    hidden = config["hidden_size"]
+    value_dim = config.get("v_head_dim") or hidden // config["num_attention_heads"]
+    own = {"v_head_dim": value_dim, "rope_interleave": False}
+    mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias")))
+    spec = deepseek({"tie_word_embeddings": True, "rms_norm_eps": 1e-5, **config, **own}, mlp)
+    depth = config.get("scale_depth", 1.4)
+    return replace(
+        spec,
+        embedding_scale=config.get("scale_emb", 12),
+        residual_scale=depth / spec.num_layers**0.5 if depth else None,
+        logit_scale=(config.get("dim_model_base") or hidden) / hidden,
+    )
+
+
+def solar_open(config: HfConfig) -> DecoderSpec:
+    """Solar Open: standard attention, and the experts of DeepSeek-V3 in every layer."""
+    config = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0, **config}
+    attention = {"qkv_bias": bool(config.get("attention_bias", False))}
+    return decoder_spec(config, attention=attention, mlp=mixtures(config, is_v3=True), names=NAMES["deepseek_moe"])
+
+
 def dots1(config: HfConfig) -> DecoderSpec:
     """dots.llm1: standard attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
     bias = bool(config.get("attention_bias", False))
@@ -121,7 +151,9 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)
     layers = config["num_hidden_layers"]
-    return tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
+    kinds = config.get("mlp_layer_types")
+    sparse = [k == "sparse" for k in kinds] if kinds else [i >= first and i % every == 0 for i in range(layers)]
+    return tuple(experts if is_sparse else dense for is_sparse in sparse)
 
 
 def with_draft_layers(config: HfConfig) -> tuple[str, ...]:

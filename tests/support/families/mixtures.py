@@ -1,0 +1,88 @@
+"""Variants of further families with experts."""
+
+from __future__ import annotations
+
+from support.families.base import GLOBAL, LOCAL, Variant, rope
+
+_SMALL = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GRANITE = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
+
+MIXTURES: dict[str, Variant] = {
+    "granitemoe": ("granitemoe", _GRANITE, {"old_rope": True}),
+    "granitemoeshared": ("granitemoeshared", {**_GRANITE, "shared_intermediate_size": 48}, {}),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        {
+            **_GRANITE,
+            "shared_intermediate_size": 48,
+            "sliding_window": 20,
+            "layer_types": [LOCAL, GLOBAL, LOCAL],
+            "layer_rope_theta": [10_000.0, 0.0, 500.0],
+        },
+        {},
+    ),
+    "flex_olmo": (
+        "flex_olmo",
+        {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 38},
+        {"without": ["norm_topk_prob"]},
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        {**_SMALL, "num_hidden_layers": 4, "head_dim": 24, "sliding_window": 20, "n_group": 2, "topk_group": 1},
+        {"without": ["layer_types", "mlp_layer_types"]},
+    ),
+    "exaone_moe-dense-between": (
+        "exaone_moe",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [LOCAL, GLOBAL, LOCAL],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_shared_experts": 2,
+            "norm_topk_prob": False,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+    "solar_open": (
+        "solar_open",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 24,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+        {},
+    ),
+    "hy_v3": ("hy_v3", {**_SMALL, "head_dim": 24, "rope_parameters": rope(1e6)}, {"without": ["mlp_layer_types"]}),
+    "afmoe": (
+        "afmoe",
+        {**_SMALL, "num_hidden_layers": 4, "head_dim": 24, "sliding_window": 20, "mup_enabled": True},
+        {"without": ["layer_types"]},
+    ),
+    "afmoe-dense-layers": (
+        "afmoe",
+        {
+            **_SMALL,
+            "num_dense_layers": 2,
+            "head_dim": 16,
+            "num_shared_experts": 1,
+            "route_scale": 1.7,
+            "sliding_window": 24,
+            "layer_types": [GLOBAL, LOCAL, LOCAL],
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+}
