@@ -107,6 +107,17 @@ class RwkvSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated short convolution (LFM2). Its heads are its channels. It has no state but the convolution's inputs. bias:
+    whether the convolution and both projections have biases."""
+
+    bias: bool = False
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        return StateShape(0, 0, 1, 1, len(HeadShare.of(self, group).heads), self.conv_width)
+
+
+@dataclass(frozen=True)
 class HybridSpec:
     """Attention and a recurrent layer, which read the same input and whose results are added up (Falcon-H1).
 

@@ -26,8 +26,9 @@ from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.rwkv import Rwkv
+from quire.layers.short_conv import ShortConv
 from quire.layers.specs import MLPSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
@@ -42,6 +43,7 @@ MIXERS: dict[type, Callable[..., Any]] = {
     DeltaSpec: DeltaNet,
     HybridSpec: Hybrid,
     RwkvSpec: Rwkv,
+    ShortConvSpec: ShortConv,
 }
 
 

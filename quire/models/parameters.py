@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
 from quire.models.spec import CachedSpec, DecoderSpec
 
 
@@ -151,6 +151,12 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
         ranks = (mixer.decay_rank, mixer.rate_rank, mixer.gate_rank, mixer.value_rank)
         low = sum(_linear(rank, values, True) + hidden * rank for rank in ranks if rank) - values  # no bias of gates
         return 4 * hidden * values + 7 * hidden + 5 * values + low
+    if isinstance(mixer, ShortConvSpec):
+        return (
+            _linear(hidden, 3 * channels, mixer.bias)
+            + channels * (mixer.conv_width + mixer.bias + hidden)
+            + (hidden * mixer.bias)
+        )
     assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
     if mixer.projections == "kimi":

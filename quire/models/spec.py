@@ -10,12 +10,12 @@ from typing import Any, Literal
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
 from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
-CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec
+CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
 MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.

@@ -11,7 +11,7 @@ import pytest
 from quire.checkpoints.metadata import hf_config
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES
@@ -104,6 +104,8 @@ PEOPLE_CALL_IT = {
     "qwen3_5_text": "Qwen3.5 (text)",
     "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
     "kimi_linear": "Kimi Linear",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
     "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
 }
@@ -145,6 +147,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("generalized delta rule", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
+    ("short convolutions", lambda s: any(isinstance(mixer, ShortConvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
     ("temperature by position", of_attention(lambda a: a.temperature)),

@@ -148,7 +148,8 @@ def scale_weights(model: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     kind, tied = model.config.model_type, model.config.tie_word_embeddings
-    correction = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = ("e_score_correction_bias", "expert_bias")
+    correction = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(biases)]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *correction]:
             noise = torch.randn(parameter.shape, generator=generator)

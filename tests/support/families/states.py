@@ -162,6 +162,38 @@ STATES: dict[str, Variant] = {
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+        {"old_rope": True},
+    ),
+    "lfm2-biases": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+        {},
+    ),
     "rwkv7": ("rwkv7", {}, {}),
     "rwkv7-other-widths": (
         "rwkv7",
