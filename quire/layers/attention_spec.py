@@ -197,7 +197,8 @@ class LatentAttentionSpec:
 
     q_rank: None if queries are not compressed. nope_dim, rope_dim: elements of a query without and with rotation.
     indexer: the indexer of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no
-    indexer, and attends to the tokens that the previous layer selected (GLM-5, arXiv:2603.12201).
+    indexer, and attends to the tokens that the previous layer selected (GLM-5, arXiv:2603.12201). temperature: a factor
+    of queries by position (Mistral 4).
     """
 
     hidden_size: int
@@ -213,6 +214,7 @@ class LatentAttentionSpec:
     interleaved_rotary: bool = True
     indexer: IndexerSpec | None = None
     shares_selection: bool = False
+    temperature: Temperature | None = None
 
     def heads(self, group: "Communicator") -> tuple[range, bool]:
         """This rank's heads, and whether they are a copy (see HeadShare)."""

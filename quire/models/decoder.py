@@ -55,7 +55,7 @@ class DecoderLayer:
     cross: CrossAttention | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
+        names = spec.names_in(index)
         hidden = spec.hidden_size
         scale = spec.residual_scale
         self.residual_stream = builder.residual_stream
@@ -149,7 +149,7 @@ class CrossLayer(DecoderLayer):
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         super().__init__(builder, spec, index, place)
-        names = {role: name.replace("{i}", str(index)) for role, name in spec.names.items() if name is not None}
+        names = spec.names_in(index)
         self.cross_norm = make_norm(builder, names["cross_norm"], spec.hidden_size, spec.norm)
         mixer = spec.mixers[index]
         assert isinstance(mixer, AttentionSpec)

@@ -8,7 +8,7 @@ from typing import Any
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
-from quire.models.spec import CachedSpec, DecoderSpec
+from quire.models.spec import CachedSpec, DecoderSpec, Names
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     is_tied = bool(spec.tie_embeddings) and has_head
     rest = share.part(spec.vocab_size) if spec.lm_head_bias and has_head else 0
     rest += _norms(
-        spec, (*(("embedding_norm",) if share.has_embedding else ()), *(("final_norm",) if share.has_head else ()))
+        spec,
+        spec.names,
+        (*(("embedding_norm",) if share.has_embedding else ()), *(("final_norm",) if share.has_head else ())),
     )
     if share.has_embedding:
         rest += spec.token_types * hidden
@@ -101,7 +103,7 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     """Return the numbers of parameters of all experts of a layer, of the experts that a token uses, and of the rest."""
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
-    rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
+    rest = _norms(spec, spec.names_in(index), (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
     for part in spec.cached_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
@@ -120,8 +122,8 @@ def _norm(norm: NormSpec, size: int) -> int:
     return size * (2 if norm.bias else 1) if norm.affine else 0
 
 
-def _norms(spec: DecoderSpec, roles: Iterable[str]) -> int:
-    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if spec.names.get(role) is not None)
+def _norms(spec: DecoderSpec, names: Names, roles: Iterable[str]) -> int:
+    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if names.get(role) is not None)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:

@@ -47,7 +47,8 @@ class DecoderSpec:
     has no logits. chunks: for each layer, the tokens of a chunk of the text; a query attends only within its chunk
     (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
-    head uses the embedding table; None if only checkpoints without a head do.
+    head uses the embedding table; None if only checkpoints without a head do. layer_names: changes to `names` in some
+    layers (OLMo Hybrid).
     """
 
     vocab_size: int
@@ -77,7 +78,13 @@ class DecoderSpec:
     media: MediaSpec | None = None
     crossed: int = 0
     names: Names = field(default_factory=lambda: NAMES["llama"])
+    layer_names: Mapping[int, Names] = field(default_factory=dict)
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
+
+    def names_in(self, layer: int) -> dict[str, str]:
+        """Return the names of the tensors of a layer, by role."""
+        names = {**self.names, **self.layer_names.get(layer, {})}
+        return {role: name.replace("{i}", str(layer)) for role, name in names.items() if name is not None}
 
     @property
     def has_sections(self) -> bool:

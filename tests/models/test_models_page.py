@@ -83,6 +83,8 @@ PEOPLE_CALL_IT = {
     "granite_swa": "Granite with windows",
     "youtu": "Youtu-LLM",
     "minicpm3": "MiniCPM3",
+    "mistral4": "Mistral 4 (text)",
+    "olmo_hybrid": "OLMo Hybrid",
     "granitemoe": "Granite 3 (experts)",
     "granitemoeshared": "Granite with shared experts",
     "granitemoe_swa": "Granite with windows (experts)",

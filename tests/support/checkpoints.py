@@ -123,10 +123,12 @@ EMBEDDINGS = r"embed_(tokens|positions|in)\.|word_embeddings|wte|wpe"
 
 def model_class(kind: str) -> Any:
     """(config class, model class) of transformers; imported here because that takes seconds."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Mistral4Config
+    from transformers import Mistral4ForCausalLM as Mistral4
 
     import support.rwkv7  # noqa: F401  registers a family that transformers lacks
 
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4, exist_ok=True)  # transformers' list lacks it
     config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))
     return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 

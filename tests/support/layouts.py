@@ -212,7 +212,24 @@ def kimi_linear_hub(tensors: Tensors, config: Config) -> Tensors:
     return {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()}
 
 
+def olmo_hybrid_hub(tensors: Tensors, config: Config) -> Tensors:
+    """transformers 5.24 divides the convolution of q, k and v into equal parts, and gives the first norms of layers
+    with attention the names of the others' second ones."""
+    keys = config["linear_num_key_heads"] * config.get("linear_key_head_dim", 12)
+    for i, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{i}."
+        if kind == "full_attention":
+            norm = tensors.pop(f"{prefix}feedforward_layer_norm.weight")
+            tensors[f"{prefix}post_attention_layernorm.weight"] = norm
+            continue
+        names = [f"{prefix}linear_attn.{key}_conv1d.weight" for key in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        tensors.update(zip(names, torch.split(whole, [keys, keys, len(whole) - 2 * keys]), strict=True))
+    return tensors
+
+
 HUB_LAYOUTS = {
+    "olmo_hybrid": olmo_hybrid_hub,
     "kimi_linear": kimi_linear_hub,
     "rwkv7": rwkv7_hub,
     "gpt2": gpt2_hub,

@@ -172,6 +172,11 @@ def one_decay(mixer: Any) -> None:
     mixer.dt_bias.copy_(mixer.dt_bias.view(mixer.num_heads, -1).mean(1).repeat_interleave(mixer.key_dim))
 
 
+def smaller_steps(mixer: Any) -> None:
+    """The steps of a delta rule are at most 1."""
+    mixer.spec = replace(mixer.spec, step_scale=1.0)
+
+
 def open_gates(model: Decoder) -> None:
     """The gates of attention let everything pass."""
     mixers = [layer.mixer for layer in model.layers if getattr(layer.mixer, "output_gate", False)]

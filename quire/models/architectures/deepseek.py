@@ -6,13 +6,14 @@ from dataclasses import replace
 from quire.layers.attention_spec import IndexerSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.models.architectures.llama import mistral_temperature
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def deepseek(config: HfConfig, mlp: MLPSpec | None = None) -> DecoderSpec:
     """mlp: of all layers, None for experts."""
     is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
-    rotary = rotary_spec(config, config["qk_rope_head_dim"])
+    rotary = rotary_spec(config, config["qk_rope_head_dim"], rotary_dim=config["qk_rope_head_dim"])
     nope = config["qk_nope_head_dim"]
     rope = config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
@@ -81,6 +82,26 @@ def indexer_types(config: HfConfig) -> list[str]:
 def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
     """GLM-4.7-Flash."""
     return deepseek({"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1, **config})
+
+
+def mistral4(config: HfConfig) -> DecoderSpec:
+    """Mistral 4 (Mistral Small 4): softmax over the experts, and queries that are scaled with the length of the
+    text."""
+    spec = deepseek({"rms_norm_eps": 1e-6, "norm_topk_prob": True, **config})
+    temperature = mistral_temperature(config)
+
+    def changed(mlp: MLPSpec | MoESpec | None) -> MLPSpec | MoESpec | None:
+        if not isinstance(mlp, MoESpec):
+            return mlp
+        return replace(mlp, scoring="softmax", correction_bias=False, layout="stacked")
+
+    names = {role: NAMES["qwen_moe"][role] for role in ("experts_gate_up", "experts_down")}
+    return replace(
+        spec,
+        mixers=tuple(replace(mixer, temperature=temperature) for mixer in latents(spec)),
+        mlps=tuple(map(changed, spec.mlps)),
+        names={**spec.names, **names},
+    )
 
 
 def youtu(config: HfConfig) -> DecoderSpec:

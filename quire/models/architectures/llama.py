@@ -25,12 +25,16 @@ def mistral(config: HfConfig) -> DecoderSpec:
 
 def ministral3(config: HfConfig) -> DecoderSpec:
     """Ministral 3: YaRN, and queries that are scaled with the length of the text."""
+    attention = {"temperature": mistral_temperature(config)}
+    return decoder_spec({"head_dim": 128, **config}, attention=attention, windows=layer_windows(config))
+
+
+def mistral_temperature(config: HfConfig) -> Temperature | None:
+    """Return the temperature in the rotary parameters of a Mistral model."""
     rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     scale = rope.get("llama_4_scaling_beta")
     length = rope.get("original_max_position_embeddings")
-    temperature = Temperature(scale, length) if scale and length else None
-    windows = layer_windows(config)
-    return decoder_spec({"head_dim": 128, **config}, attention={"temperature": temperature}, windows=windows)
+    return Temperature(scale, length) if scale and length else None
 
 
 def arcee(config: HfConfig) -> DecoderSpec:

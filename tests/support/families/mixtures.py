@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support.families.base import GLOBAL, LOCAL, Variant, rope
+from support.families.base import GLOBAL, LOCAL, YARN, Variant, rope
+from support.families.experts import _LATENT
 
 _SMALL = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GRANITE = {
@@ -28,6 +29,39 @@ MIXTURES: dict[str, Variant] = {
             "layer_rope_theta": [10_000.0, 0.0, 500.0],
         },
         {},
+    ),
+    "mistral4": (
+        "mistral4",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": rope(
+                10_000.0,
+                "yarn",
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.3,
+                partial_rotary_factor=0.5,
+                **{**YARN, "original_max_position_embeddings": 32},
+            ),
+        },
+        {"seed": 1},
+    ),
+    "mistral4-groups": (
+        "mistral4",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "vocab_size": 321,
+            "rope_parameters": rope(10_000.0, "yarn", llama_4_scaling_beta=0.1, partial_rotary_factor=0.5, **YARN),
+        },
+        {"seed": 2},
     ),
     "flex_olmo": (
         "flex_olmo",

@@ -162,6 +162,28 @@ STATES: dict[str, Variant] = {
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        },
+        {"hub_layout": True},
+    ),
+    "olmo_hybrid-without-rotation": (
+        "olmo_hybrid",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "linear_allow_neg_eigval": False,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "vocab_size": 321,
+        },
+        {"hub_layout": True, "without": ["linear_key_head_dim", "linear_value_head_dim"], "seed": 1},
+    ),
     "lfm2": (
         "lfm2",
         {
