@@ -10,7 +10,7 @@ from quire.layers.build import Builder
 from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.qk_norm import make_qk_norm
 
 
@@ -32,7 +32,8 @@ class Attention(CachedAttention):
         share = HeadShare.of(spec, builder.tensor_group)
         dim = spec.head_dim
         self.num_heads = len(share.heads)
-        self.num_kv_heads = len(share.kv_heads)
+        self.has_cache = spec.source is None
+        self.num_kv_heads = len(share.kv_heads) if self.has_cache else 0  # of the keys that the layer computes
         self.head_dim = dim
         self.place = place
         self.soft_cap = spec.soft_cap
@@ -55,9 +56,9 @@ class Attention(CachedAttention):
             over = spec.qk_norm_over
             q_weight, k_weight = (0.0, 0.0) if share.is_copy else (1.0, 1 / share.holders)
             self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads, q_weight)
-            self.k_norm = make_qk_norm(
-                builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight
-            )
+            name = names["k_norm"] if self.has_cache else None
+            self.k_norm = make_qk_norm(builder, name, norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight)
+        self.value_norm = None if spec.value_norm is None else make_norm(builder, "", dim, spec.value_norm)
         self.sub_norm = None
         if spec.sub_norm is not None:
             name = names["attention_sub_norm"]
@@ -88,6 +89,8 @@ class Attention(CachedAttention):
             or self.alibi is not None
             or self.norm_after_rotary
             or self.qkv_clip
+            or self.value_norm is not None
+            or not self.has_cache
         ):
             return
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
@@ -107,7 +110,8 @@ class Attention(CachedAttention):
             q, k = self.rotate(q, k, state)
             if self.alibi is not None:
                 q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
-            self.backend.store(self.cache, k, v, plan)
+            if self.has_cache:
+                self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
             return x.new_empty(0, self.hidden_size)  # only keys and values are needed
         if (rise := self.temperature) is not None:
@@ -142,6 +146,8 @@ class Attention(CachedAttention):
         keys = queries + kv_heads
         v = qkv[:, keys:]
         v = self._clipped(v)
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:

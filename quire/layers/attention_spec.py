@@ -67,7 +67,9 @@ class AttentionSpec:
     "attention_gate" ("separate", AFMoE). is_causal: False for encoders, whose tokens also see later tokens and are not
     cached. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads'
     results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
-    has a learned bias on its scores (T5).
+    has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma 4). values_are_keys: values are the
+    keys before their norm and rotation. source: the layer whose cached keys and values this layer reads; it has none of
+    its own (Gemma 3n and 4).
     """
 
     hidden_size: int
@@ -95,6 +97,9 @@ class AttentionSpec:
     key_bias: bool = True
     sub_norm: NormSpec | None = None
     buckets: Buckets | None = None
+    value_norm: NormSpec | None = None
+    values_are_keys: bool = False
+    source: int | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -158,8 +163,11 @@ class HeadShare:
             has_bias = name != "attention_gate" and (spec.key_bias or name != "k")
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim, has_bias)
 
+        v_name = "k" if spec.values_are_keys else "v"
+        if spec.source is not None:
+            return [part("q", heads, q.start, len(q))]
         if spec.output_gate == "separate":
-            shares = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), ("v", kv_heads, k))
+            shares = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
             return [part(key, total, r.start, len(r)) for key, total, r in shares]
         if spec.output_gate:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
@@ -167,7 +175,7 @@ class HeadShare:
         if spec.qkv_layout == "separate":
             return [
                 part(key, total, r.start, len(r))
-                for key, total, r in (("q", heads, q), ("k", kv_heads, k), ("v", kv_heads, k))
+                for key, total, r in (("q", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
             ]
         total = heads + 2 * kv_heads
         if spec.qkv_layout == "concatenated":

@@ -41,7 +41,7 @@ class MoE:
 
     names: the names of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert,
     or of experts_gate_up and experts_down for all experts, or of both if the checkpoint decides; of shared_gate and
-    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate.
+    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; and of expert_scales, if experts are apart.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
@@ -77,7 +77,10 @@ class MoE:
             reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
         if is_fused:
-            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
+            scales = (
+                builder.whole(names["expert_scales"], spec.num_experts, dtype=torch.float32) if spec.apart else None
+            )
+            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner, scales)
         if "expert_gate" in names:
             self._separate(builder, hidden, names, inner, is_fused)
         self.shared = self.shared_gate = None
@@ -112,11 +115,12 @@ class MoE:
         if builder.adapters is not None and builder.adapters.change([*ups, *downs]):
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters; with
-        adapters, all tokens are this rank's own."""
+        adapters, all tokens are this rank's own. to_router: the router's input if it is not x."""
         own = self.dispatch.own(x)
-        weights, experts = self.kernels.choose_experts(self.router(own, slots), self.correction_bias, self.routing)
+        logits = self.router(own if to_router is None else self.dispatch.own(to_router), slots)
+        weights, experts = self.kernels.choose_experts(logits, self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
             own = self.kernels.multiply(own, weights)
             weights = None
@@ -139,7 +143,7 @@ class MoE:
 
     def _shared(self, x: Tensor, slots: Tensor | None) -> Tensor | None:
         """Return this rank's summand of the shared expert's result, if there is a shared expert."""
-        if self.shared is None:
+        if self.shared is None or self.spec.apart:
             return None
         shared = self.shared(x, slots)
         if self.shared_gate is None:

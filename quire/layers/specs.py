@@ -63,8 +63,9 @@ class MoESpec:
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
     which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves", Llama 4), or a tensor
     [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of a token's single
-    expert multiplies the expert's input, not its result (Llama 4). If the family also has names for single experts, the
-    checkpoint decides the layout (layers/moe.py).
+    expert multiplies the expert's input, not its result (Llama 4). apart: routed and shared experts are branches with
+    norms of their own, the router has a norm, too, and each expert's result has a factor (Gemma 4); only for the layout
+    "stacked". If the family also has names for single experts, the checkpoint decides the layout (layers/moe.py).
     """
 
     num_experts: int
@@ -85,6 +86,7 @@ class MoESpec:
     shared_gate: bool = False
     layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
+    apart: bool = False
 
     def check(self) -> None:
         """Raise ValueError if a token cannot use `top_k` experts."""
@@ -100,6 +102,16 @@ class MoESpec:
             size *= self.topk_groups
         if not 0 < self.top_k <= size:
             raise ValueError(f"a token can use 1 to {size} of {self.num_experts} experts, not {self.top_k}")
+
+
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """A table with a vector of each token for each layer (Gemma 3n and 4). size: of a vector. vocab_size: rows of the
+    table. activation: of the gates in layers, see layers/per_layer.py."""
+
+    size: int
+    vocab_size: int
+    activation: str
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from quire.layers.build import Builder
 from quire.layers.cross_attention import CrossAttention
 from quire.layers.delta import DeltaNet
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
+from quire.layers.experts_apart import ExpertsApart
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
@@ -24,10 +25,11 @@ from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
+from quire.layers.per_layer import PerLayerBranch, PerLayerEmbedding
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.rwkv import Rwkv
 from quire.layers.short_conv import ShortConv
-from quire.layers.specs import MLPSpec
+from quire.layers.specs import MLPSpec, MoESpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
@@ -100,8 +102,13 @@ class DecoderLayer:
         x = self.attention_post_norm(stream.sum(out))
         residual = stream.pick(residual, wanted, tokens)
         x, residual = self.mlp_norm.add(self._scaled(x), residual)
-        x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))))
+        x = self.mlp_post_norm(self._feed_forward(x, residual, out, state.slots_of(wanted)))
         return self._scaled(x), residual
+
+    def _feed_forward(self, x: Tensor, residual: Tensor, tokens: Tensor, slots: Tensor | None) -> Tensor:
+        """x: the normed stream of this rank's tokens; residual: the stream itself; tokens: any tensor with a row for
+        each token -> the MLP's result, summed over the ranks."""
+        return self.residual_stream.sum(self.mlp(self.residual_stream.whole(x, tokens), slots))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1 else self.kernels.multiply(x, self.scale)
@@ -211,6 +218,42 @@ class ShiftedLayer(DecoderLayer):
         return stream.sum(self.mlp(x, state.slots_of(wanted))), stream.pick(residual, wanted, tokens)
 
 
+class ScaledLayer(DecoderLayer):
+    """Ends with a branch that reads the layer's own vector of each token, if the model has these, and with a factor of
+    the stream. Routed experts are a branch beside the MLP (Gemma 4)."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        names = spec.names_in(index)
+        self.branch = None
+        if spec.per_layer is not None:
+            self.branch = PerLayerBranch(builder, spec.per_layer, index, spec.hidden_size, spec.norm, names)
+        self.experts: ExpertsApart | None = None
+        if isinstance(mlp := spec.mlps[index], MoESpec) and mlp.apart:
+            self.experts = ExpertsApart(builder, self.mlp, spec.hidden_size, spec.norm, names)
+        self.factors = builder.parameter(spec.hidden_size, dtype=torch.float32)
+        factor = builder.whole(names["layer_scalar"], 1, dtype=torch.float32)
+        builder.when_loaded(lambda: self.factors.copy_(factor.expand_as(self.factors)))  # type: ignore[arg-type]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        x, residual = super().__call__(x, residual, state, wanted)
+        assert residual is not None
+        residual = self.kernels.add(x, residual, residual)
+        if self.branch is not None:
+            assert state.per_layer is not None
+            stream = self.residual_stream
+            vectors = stream.pick(state.per_layer, wanted, state.inputs.positions)
+            residual = self.kernels.add(self.branch(residual, vectors, None), residual, residual)
+        return self.kernels.multiply(residual, self.factors), None
+
+    def _feed_forward(self, x: Tensor, residual: Tensor, tokens: Tensor, slots: Tensor | None) -> Tensor:
+        if self.experts is None:
+            return super()._feed_forward(x, residual, tokens, slots)
+        return self.experts(x, residual, tokens, slots)
+
+
 LAYERS = {
     "sequential": DecoderLayer,
     "parallel": ParallelLayer,
@@ -219,6 +262,7 @@ LAYERS = {
     "cross": CrossLayer,
     "cross_post_norm": CrossPostNormLayer,
     "shifted": ShiftedLayer,
+    "scaled": ScaledLayer,
 }
 
 
@@ -246,7 +290,9 @@ class LayerStack:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            kv, state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("kv", "state", "cross"))
+            source = getattr(spec.mixers[i], "source", None)
+            kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
+            state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
             place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
             self.layers.append(make_layer(builder, spec, i, place))
 
@@ -257,6 +303,9 @@ class LayerStack:
             for entry, start in zip(kv_spec.entries, starts[:-1], strict=True):
                 cache = backend.of_role(entry.role).view_at(blocks, start)
                 self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
+                for layer, mixer in zip(self.layers, self.spec.mixers[self.first_layer :], strict=False):
+                    if getattr(mixer, "source", None) == entry.layer and entry.role == "kv":
+                        layer.mixer.bind(backend, cache)
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
@@ -355,6 +404,10 @@ class Decoder(LayerStack, Model):
         if spec.token_types:
             self.segments = builder.whole(f"{names['segments']}.weight", spec.token_types, spec.hidden_size)
         self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
+        self.per_layer: PerLayerEmbedding | None = None
+        if spec.per_layer is not None:
+            layers = spec.num_layers
+            self.per_layer = PerLayerEmbedding(builder, spec.per_layer, layers, spec.hidden_size, spec.norm, {**names})
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
 
@@ -370,10 +423,18 @@ class Decoder(LayerStack, Model):
                 builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias, bias
             )
 
+    @property
+    def input_size(self) -> int:
+        own = self.spec.per_layer
+        return self.hidden_size + (0 if own is None else self.spec.num_layers * own.size)
+
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
         """A stage without a head returns the residual stream after its last layer, [own tokens, hidden]."""
+        if self.input_size != self.hidden_size:
+            state.per_layer = x[:, self.hidden_size :]
+            x = self.kernels.multiply(x[:, : self.hidden_size], 1.0)  # contiguous
         x, residual = self.run(x, state, wanted, taps)
         if self.stage.has_head:
             tokens = state.inputs.positions if wanted is None else wanted
@@ -398,6 +459,8 @@ class Decoder(LayerStack, Model):
             x = x + self.positions(positions)
         if self.segments is not None and kinds is not None:
             x = x + torch.nn.functional.embedding(kinds, self.segments)
+        if self.per_layer is not None:
+            return self.residual_stream.own(torch.cat((x, self.per_layer(ids, x, slots)), 1))
         return self.embedding_norm(self.residual_stream.own(x))
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:

@@ -86,6 +86,9 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
         rest += spec.token_types * hidden
         if spec.position_offset is not None:
             rest += (spec.max_positions + spec.position_offset) * hidden
+    if (own := spec.per_layer) is not None and share.has_embedding:
+        vectors = spec.num_layers * own.size
+        rest += share.part(own.vocab_size) * vectors + hidden * vectors + own.size
     if width != hidden:
         rest += (share.has_embedding + share.has_head) * width * hidden
     experts = chosen = 0
@@ -104,13 +107,19 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, spec.names_in(index), (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-    for part in spec.cached_in(index):
+    if spec.residual == "scaled":
+        rest += 1
+        if (own := spec.per_layer) is not None:
+            rest += 2 * spec.hidden_size * own.size + spec.hidden_size
+    for part in spec.parts_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
             rest += _norm(part.norm, part.rank + 2 * part.key_dim)
     if not isinstance(mlp, MoESpec):
         return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
     rest += _router(mlp, spec.hidden_size, share)
+    if mlp.apart:
+        rest += 3 * _norm(spec.norm, spec.hidden_size) + spec.hidden_size + mlp.num_experts
     if share.expert_ranks == 1:
         expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, share)
         return mlp.num_experts * expert, mlp.top_k * expert, rest
@@ -171,13 +180,15 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     dim = mixer.head_dim
     heads = len(mine.heads)
     kv_heads = len(mine.kv_heads)
-    outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
+    own_heads = 0 if mixer.source is not None else kv_heads * (1 if mixer.values_are_keys else 2)
+    outputs = heads * (2 if mixer.output_gate else 1) + own_heads
     total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
     total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
     if mixer.sub_norm is not None:
         total += _norm(mixer.sub_norm, heads * dim)
     if mixer.qk_norm is not None:
-        total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
+        both = 2 if mixer.source is None else 1
+        total += _norm(mixer.qk_norm, dim * (both if mixer.qk_norm_over == "head" else heads + kv_heads))
     return total + (heads if mixer.sinks else 0)
 
 

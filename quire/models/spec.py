@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
-from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec, PerLayerSpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
 from quire.multimodal.spec import MediaSpec
 
@@ -17,6 +17,7 @@ HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
 CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
 MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
+Residual = Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled"]
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
 Names = Mapping[str, str | None]
@@ -37,8 +38,9 @@ class DecoderSpec:
     embedding. residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from
     the same input ("parallel"), with the norm after the sum ("post_norm"), with cross-attention between both ("cross",
     or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
-    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has
-    the norms that `names` contains.
+    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). With
+    "scaled", a branch with the layer's own embeddings may follow, and the stream is multiplied by a factor of the layer
+    (Gemma 4). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
@@ -48,7 +50,7 @@ class DecoderSpec:
     (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
     head uses the embedding table; None if only checkpoints without a head do. layer_names: changes to `names` in some
-    layers (OLMo Hybrid).
+    layers (OLMo Hybrid). per_layer: the embeddings of tokens for each layer, None for none.
     """
 
     vocab_size: int
@@ -60,9 +62,9 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted"] = (
-        "sequential"
-    )
+    residual: Literal[
+        "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled"
+    ] = "sequential"
     tie_embeddings: bool | None = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
@@ -79,6 +81,7 @@ class DecoderSpec:
     crossed: int = 0
     names: Names = field(default_factory=lambda: NAMES["llama"])
     layer_names: Mapping[int, Names] = field(default_factory=dict)
+    per_layer: PerLayerSpec | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
     def names_in(self, layer: int) -> dict[str, str]:
@@ -104,6 +107,10 @@ class DecoderSpec:
 
     def cached_in(self, layer: int) -> Sequence[CachedSpec]:
         """Return the parts of a layer that have an entry in the cache."""
+        return [part for part in self.parts_in(layer) if not isinstance(part, AttentionSpec) or part.source is None]
+
+    def parts_in(self, layer: int) -> Sequence[CachedSpec]:
+        """Return the mixer of a layer, or both parts of a hybrid one."""
         mixer = self.mixers[layer]
         if isinstance(mixer, HybridSpec):
             return mixer.attention, mixer.recurrent
@@ -112,9 +119,12 @@ class DecoderSpec:
     @property
     def indivisible(self) -> list[range]:
         """Return the layers in groups that must stay on one stage: a layer, and the following ones that share its
-        selection."""
-        shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in self.mixers]
-        starts = [layer for layer in range(self.num_layers) if not shared[layer]]
+        selection, or up to the last one that reads its keys and values."""
+        shared = {i for i, mixer in enumerate(self.mixers) if getattr(mixer, "shares_selection", False)}
+        for layer, mixer in enumerate(self.mixers):
+            if isinstance(mixer, AttentionSpec) and mixer.source is not None:
+                shared.update(range(mixer.source + 1, layer + 1))
+        starts = [layer for layer in range(self.num_layers) if layer not in shared]
         return [range(start, stop) for start, stop in pairwise([*starts, self.num_layers])]
 
     @property

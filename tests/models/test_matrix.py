@@ -30,6 +30,7 @@ WITH_EXPERTS = {
     *EXPERTS,
     *RECENT_EXPERTS,
     *MIXTURES,
+    "gemma4-experts",
     *(name for name, (_, config, _) in STATES.items() if config.get("num_experts") or config.get("num_local_experts")),
 }
 RANKS: dict[str, dict[str, int | bool]] = {
@@ -42,6 +43,8 @@ RANKS: dict[str, dict[str, int | bool]] = {
     "tp 3, experts": {"tensor_parallel_size": 3, "enable_expert_parallel": True},
 }
 CONTEXTS = "contexts"
+# All layers read the values of the first, or embeddings of the token ids.
+UNDIVIDED = ("rwkv7", "gemma4", "gemma4-other-layers")
 NAMES = [*(way.__name__ for way in WAYS), *RANKS, CONTEXTS]
 BY_NAME = {way.__name__: way for way in WAYS}
 
@@ -50,8 +53,8 @@ def is_possible(variant: str, way: str) -> bool:
     if way == CONTEXTS:
         return has_divisible_contexts(variant)
     options = RANKS.get(way, {})
-    if "pipeline_parallel_size" in options and variant == "rwkv7":
-        return False  # all its layers read the values of the first
+    if "pipeline_parallel_size" in options and variant in UNDIVIDED:
+        return False
     return "enable_expert_parallel" not in options or variant in WITH_EXPERTS
 
 

@@ -22,7 +22,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_att
 
 def test_an_unsupported_architecture_is_an_error_that_lists_the_supported_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"CTRLLMHeadModel is not supported; supported: Apertus.*Generation, BertModel, Bit.*Yi"
+        ValueError, match=r"CTRLLMHeadModel is not supported; supported: Afmoe.*Generation, BertModel, Bit.*Yi"
     ):
         spec_of({"architectures": ["CTRLLMHeadModel"]})
     with pytest.raises(ValueError, match=r"the nearest is Qwen2ForCausalLM$"):
@@ -93,7 +93,18 @@ def _llama4() -> Any:
     return Llama4ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [_gemma3, _llama4], ids=["gemma3", "llama4"])
+def _gemma4() -> Any:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    kinds = ["sliding_attention", "full_attention"] * 3
+    own = {"layer_types": kinds, "global_head_dim": 24, "num_kv_shared_layers": 2}
+    text = TEXT | own | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "pad_token_id": 0}
+    config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, tie_word_embeddings=True)
+    config._attn_implementation = "eager"
+    return Gemma4ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [_gemma3, _llama4, _gemma4], ids=["gemma3", "llama4", "gemma4"])
 def test_the_text_model_of_a_model_that_sees_equals_transformers(tmp_path, make):
     torch.manual_seed(0)
     model = make().float().eval()
@@ -120,5 +131,6 @@ def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
         "Llama4ForConditionalGeneration",
         "MPTForCausalLM",
         "ExaoneMoEForCausalLM",
+        "Gemma4ForConditionalGeneration",
     }
     assert named | other_names | SEEING == set(ARCHITECTURES)  # tests/multimodal compares the last ones

@@ -150,10 +150,10 @@ def scale_weights(model: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     kind, tied = model.config.model_type, model.config.tie_word_embeddings
-    biases = ("e_score_correction_bias", "expert_bias")
-    correction = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(biases)]
+    drawn = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(drawn)]
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *correction]:
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 noise = 1.5 * noise - 1.5  # some states are forgotten soon, others live for many tokens
@@ -161,9 +161,9 @@ def scale_weights(model: Any, seed: int) -> None:
                 noise *= bias_size(name)
             elif name.endswith("sinks"):
                 noise = 4 + 2 * noise  # among the largest of the scores
-            elif re.search(r"norm|ln_", name):
+            elif re.search(r"norm|ln_|scale$|scalar$", name):
                 noise = norm_size(name, kind) * (1 + 0.3 * noise)
-                if kind.startswith("gemma"):
+                if kind in ("gemma", "gemma2", "gemma3_text"):
                     noise -= 1  # its norms multiply by 1 + weight
             elif tied or not re.search(EMBEDDINGS, name):
                 transposed = kind == "gpt2" and ".h." in name
@@ -182,7 +182,7 @@ def bias_size(name: str) -> float:
 
 
 def norm_size(name: str, kind: str) -> float:
-    if re.search(r"([qk]|query|key)_(layer)?norm", name):
+    if re.search(r"([qk]|query|key)_(layer)?norm", name) and kind != "gemma4_text":  # whose scores are not scaled down
         return 2  # sharp attention
     if kind.startswith("gemma") and name == "model.norm.weight":
         return 3  # for the small embeddings

@@ -228,7 +228,16 @@ def olmo_hybrid_hub(tensors: Tensors, config: Config) -> Tensors:
     return tensors
 
 
+def gemma4_hub(tensors: Tensors, config: Config) -> Tensors:
+    """google/gemma-4-* have unused keys and values in the layers that read those of others."""
+    for i in range(config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.{i}.self_attn.{name}.weight"] = torch.ones(8, 64)
+    return tensors
+
+
 HUB_LAYOUTS = {
+    "gemma4_text": gemma4_hub,
     "olmo_hybrid": olmo_hybrid_hub,
     "kimi_linear": kimi_linear_hub,
     "rwkv7": rwkv7_hub,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,6 +176,12 @@ def one_decay(mixer: Any) -> None:
 def smaller_steps(mixer: Any) -> None:
     """The steps of a delta rule are at most 1."""
     mixer.spec = replace(mixer.spec, step_scale=1.0)
+
+
+def next_vectors(model: Decoder) -> None:
+    """Each layer but the last reads the vectors of the next one."""
+    for layer, following in pairwise(model.layers):
+        layer.branch.part = following.branch.part
 
 
 def open_gates(model: Decoder) -> None:
