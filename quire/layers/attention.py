@@ -47,9 +47,12 @@ class Attention(CachedAttention):
         inputs = spec.input_size or hidden
         parts = share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
-        inner = (share.heads.start * dim, share.heads.stop * dim)
+        self.value_dim = spec.value_dim or dim
+        self.value_scale = spec.value_scale
+        inner = (share.heads.start * self.value_dim, share.heads.stop * self.value_dim)
+        results = spec.num_heads * self.value_dim
         self.out = RowParallelLinear(
-            builder, names["o"], spec.num_heads * dim, inner, hidden, spec.output_bias, transposed, share.is_copy
+            builder, names["o"], results, inner, hidden, spec.output_bias, transposed, share.is_copy
         )
         self.q_norm = self.k_norm = None
         if (norm := spec.qk_norm) is not None:
@@ -129,19 +132,31 @@ class Attention(CachedAttention):
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
-        out = pick(out if self.alibi is None else self.alibi.without(out), wanted)
+        out = self._result(out if self.alibi is None else self.alibi.without(out), gate, wanted)
+        return self.out(out, state.slots_of(wanted))
+
+    def _result(self, out: Tensor, gate: Tensor, wanted: Tensor | None) -> Tensor:
+        """Return the input of the output projection. out: [tokens, heads, head_dim]; gate: see `project`"""
+        out = pick(out, wanted)
+        if self.value_dim < self.head_dim:
+            out = self.kernels.join(out[..., : self.value_dim], out[..., :0])
         if self.sub_norm is not None:
             out = self.sub_norm(out)
-        out = out.reshape(len(out), self.num_heads * self.head_dim)
+        out = out.reshape(len(out), self.num_heads * self.value_dim)
+        if self.value_scale != 1:
+            out = self.kernels.multiply(out, self.value_scale)
         if self.output_gate:
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
-        return self.out(out, state.slots_of(wanted))
+        return out
 
     def project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads = self.num_heads
         kv_heads = self.num_kv_heads
-        qkv = self.qkv(x, slots).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x, slots)
+        if self.value_dim < self.head_dim:
+            return self._with_short_values(qkv)
+        qkv = qkv.view(x.shape[0], -1, self.head_dim)
         queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
@@ -149,6 +164,18 @@ class Attention(CachedAttention):
         if self.value_norm is not None:
             v = self.value_norm(v)
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
+
+    def _with_short_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of `project`. Values are extended to head_dim by elements of keys, and the additional
+        elements of attention's result are dropped."""
+        tokens = len(qkv)
+        dim = self.head_dim
+        queries = self.num_heads * dim
+        keys = queries + self.num_kv_heads * dim
+        q = qkv[:, :queries].view(tokens, -1, dim)
+        k = qkv[:, queries:keys].view(tokens, -1, dim)
+        v = self.kernels.join(qkv[:, keys:].view(tokens, -1, self.value_dim), k[..., self.value_dim :])
+        return q, k, v, q[:, :0]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return queries and keys, normed and rotated to their positions."""

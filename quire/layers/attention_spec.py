@@ -69,7 +69,8 @@ class AttentionSpec:
     results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
     has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma 4). values_are_keys: values are the
     keys before their norm and rotation. source: the layer whose cached keys and values this layer reads; it has none of
-    its own (Gemma 3n and 4).
+    its own (Gemma 3n and 4). value_dim: the size of values if it is less than head_dim; only for separate tensors.
+    value_scale: the factor of values (MiMo-V2).
     """
 
     hidden_size: int
@@ -100,6 +101,8 @@ class AttentionSpec:
     value_norm: NormSpec | None = None
     values_are_keys: bool = False
     source: int | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -153,13 +156,13 @@ class HeadShare:
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
         """Return the parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. If
         results have gates, these follow the queries."""
-        dim = spec.head_dim
         heads = spec.num_heads
         kv_heads = spec.num_kv_heads
         q = self.heads
         k = self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
+            dim = spec.value_dim or spec.head_dim if name == "v" else spec.head_dim
             has_bias = name != "attention_gate" and (spec.key_bias or name != "k")
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim, has_bias)
 

@@ -31,7 +31,8 @@ class PerLayerEmbedding:
         """ids: [tokens]; x: the tokens' embeddings, [tokens, hidden] -> [tokens, layers * size]"""
         projected = self.projection(x, slots) * self.projection_scale
         normed = self.norm(projected.view(len(ids), -1, self.size)).flatten(1)
-        return (normed + self.table(ids) * self.scale) * 2.0**-0.5
+        vectors: Tensor = (normed + self.table(ids) * self.scale) * 2.0**-0.5
+        return vectors
 
 
 class PerLayerBranch:

@@ -180,10 +180,12 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     dim = mixer.head_dim
     heads = len(mine.heads)
     kv_heads = len(mine.kv_heads)
-    own_heads = 0 if mixer.source is not None else kv_heads * (1 if mixer.values_are_keys else 2)
-    outputs = heads * (2 if mixer.output_gate else 1) + own_heads
-    total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
-    total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
+    value_dim = mixer.value_dim or dim
+    outputs = heads * (2 if mixer.output_gate else 1) * dim
+    if mixer.source is None:
+        outputs += kv_heads * (dim if mixer.values_are_keys else dim + value_dim)
+    total = _linear(mixer.input_size or mixer.hidden_size, outputs, mixer.qkv_bias)
+    total += heads * value_dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
     if mixer.sub_norm is not None:
         total += _norm(mixer.sub_norm, heads * dim)
     if mixer.qk_norm is not None:

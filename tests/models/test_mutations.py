@@ -193,6 +193,8 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("flex_olmo", "one more", m.experts(top_k=4)),
     ("exaone_moe", "no groups", m.experts(groups=1)),
     ("exaone_moe-dense-between", "not scaled", m.experts(scale=1.0)),
+    ("mimo_v2_flash", "values are not scaled", m.attention(value_scale=1.0)),
+    ("mimo_v2_flash", "none", m.windows(lambda w: None)),
     ("solar_open", "softmax", m.experts(scoring="softmax")),
     ("hy_v3", "not scaled", m.experts(scale=1.0)),
     ("afmoe-dense-layers", "not scaled", m.experts(scale=1.0)),

@@ -170,7 +170,7 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
     )
     dense = MLPSpec(config["intermediate_size"], act)
     first = config.get("first_k_dense_replace", 0)
-    every = config.get("moe_layer_freq", 1)
+    every = config.get("moe_layer_freq", 1)  # a list in MiMo-V2, which has mlp_layer_types
     layers = config["num_hidden_layers"]
     kinds = config.get("mlp_layer_types")
     sparse = [k == "sparse" for k in kinds] if kinds else [i >= first and i % every == 0 for i in range(layers)]
