@@ -120,10 +120,13 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     rest += _router(mlp, spec.hidden_size, share)
     if mlp.apart:
         rest += 3 * _norm(spec.norm, spec.hidden_size) + spec.hidden_size + mlp.num_experts
+    single = MLPSpec(mlp.intermediate_size, gated=mlp.gated, bias=mlp.bias)
+    width = mlp.latent_size or spec.hidden_size
+    rest += 2 * mlp.latent_size * spec.hidden_size
     if share.expert_ranks == 1:
-        expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, share)
+        expert = _mlp(single, width, share)
         return mlp.num_experts * expert, mlp.top_k * expert, rest
-    expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, WHOLE)
+    expert = _mlp(single, width, WHOLE)
     return -(-mlp.num_experts // share.expert_ranks) * expert, mlp.top_k * expert // share.expert_ranks, rest
 
 

@@ -26,12 +26,13 @@ from support.reference import LENGTHS, Continuation
 from support.staged_ranks import StagedExecutor
 from support.ways import FIRST, WAYS, check
 
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WITH_EXPERTS = {
     *EXPERTS,
     *RECENT_EXPERTS,
     *MIXTURES,
     "gemma4-experts",
-    *(name for name, (_, config, _) in STATES.items() if config.get("num_experts") or config.get("num_local_experts")),
+    *(name for name, (_, config, _) in STATES.items() if any(config.get(key) for key in COUNTS)),
 }
 RANKS: dict[str, dict[str, int | bool]] = {
     "tp 2": {"tensor_parallel_size": 2},

@@ -102,7 +102,7 @@ PEOPLE_CALL_IT = {
     "mamba2": "Mamba-2",
     "bamba": "Bamba",
     "granitemoehybrid": "Granite 4",
-    "nemotron_h": "Nemotron-H",
+    "nemotron_h": "Nemotron-H, Nemotron 3",
     "falcon_h1": "Falcon-H1",
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_text": "Qwen3.5 (text)",

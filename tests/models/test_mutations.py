@@ -195,6 +195,8 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("exaone_moe-dense-between", "not scaled", m.experts(scale=1.0)),
     ("mimo_v2_flash", "values are not scaled", m.attention(value_scale=1.0)),
     ("mimo_v2_flash", "none", m.windows(lambda w: None)),
+    ("nemotron_h-experts", "not scaled", m.experts(scale=1.0)),
+    ("nemotron_h-latent-experts", "SiLU", m.experts(activation="silu")),
     ("solar_open", "softmax", m.experts(scoring="softmax")),
     ("hy_v3", "not scaled", m.experts(scale=1.0)),
     ("afmoe-dense-layers", "not scaled", m.experts(scale=1.0)),

@@ -37,6 +37,18 @@ _JAMBA = {
     "num_experts_per_tok": 2,
     "intermediate_size": 40,
 }
+_NEMOTRON3 = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 
 STATES: dict[str, Variant] = {
     "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
@@ -124,6 +136,27 @@ STATES: dict[str, Variant] = {
             "num_hidden_layers": 5,
         },
         {},
+    ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON3,
+            "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        {},
+    ),
+    "nemotron_h-latent-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON3,
+            "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_latent_size": 40,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
     ),
     "falcon_h1": (
         "falcon_h1",
