@@ -91,6 +91,29 @@ def granite(config: HfConfig) -> DecoderSpec:
     )
 
 
+def hyperclovax(config: HfConfig) -> DecoderSpec:
+    """HyperCLOVA X: Granite with norms after the branches as well."""
+    multipliers = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+    spec = granite({"attention_multiplier": None, **multipliers, **config})
+    spec = replace(spec, logit_scale=config.get("logits_scaling", 1.0))
+    if not config.get("use_post_norm", True):
+        return spec
+    names = {"attention_post_norm": f"{_LAYER}post_norm1", "mlp_post_norm": f"{_LAYER}post_norm2"}
+    return replace(spec, names={**spec.names, **names})
+
+
+def cwm(config: HfConfig) -> DecoderSpec:
+    """Code World Model: three of four layers have a window."""
+    config = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192, **config}
+    return replace(llama(config), windows=layer_windows(config, lambda i: i % 4 != 0))
+
+
+def jais2(config: HfConfig) -> DecoderSpec:
+    """Jais 2: layer norms, squared ReLUs without gates, and biases."""
+    spec = arcee({"attention_bias": True, "mlp_bias": True, **config})
+    return replace(spec, norm=NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True))
+
+
 def minicpm(config: HfConfig) -> DecoderSpec:
     """Scaled embeddings, branches and logits, as in the muP parametrization."""
     return replace(

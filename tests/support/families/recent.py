@@ -67,6 +67,17 @@ RECENT: dict[str, Variant] = {
         {},
     ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}, {}),
+    "hyperclovax": (
+        "hyperclovax",
+        {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 2.0},
+        {},
+    ),
+    "cwm": (
+        "cwm",
+        {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 20, "rope_parameters": rope(1e6)},
+        {"without": ["layer_types"]},
+    ),
+    "jais2": ("jais2", {"head_dim": 16}, {}),
     "granite_swa": (
         "granite_swa",
         {
