@@ -43,7 +43,8 @@ class Attention(CachedAttention):
         hidden = spec.hidden_size
         transposed = spec.transposed
         self.hidden_size = hidden
-        self.output_gate = bool(spec.output_gate)
+        self.gates_heads = spec.output_gate == "by_head"
+        self.output_gate = bool(spec.output_gate) and not self.gates_heads
         inputs = spec.input_size or hidden
         parts = share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
@@ -145,6 +146,9 @@ class Attention(CachedAttention):
         out = out.reshape(len(out), self.num_heads * self.value_dim)
         if self.value_scale != 1:
             out = self.kernels.multiply(out, self.value_scale)
+        if self.gates_heads:
+            factors = self.kernels.activate(pick(gate, wanted), "sigmoid").view(-1, 1)
+            out = self.kernels.multiply(out.view(-1, self.value_dim), factors).view(out.shape)
         if self.output_gate:
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
         return out
@@ -156,6 +160,8 @@ class Attention(CachedAttention):
         qkv = self.qkv(x, slots)
         if self.value_dim < self.head_dim:
             return self._with_short_values(qkv)
+        if self.gates_heads:
+            return self._with_gates_of_heads(qkv)
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
@@ -164,6 +170,14 @@ class Attention(CachedAttention):
         if self.value_norm is not None:
             v = self.value_norm(v)
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
+
+    def _with_gates_of_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of `project`. The gates are [tokens, heads]."""
+        heads = self.num_heads
+        keys = heads + self.num_kv_heads
+        wide, gate = qkv.split([qkv.shape[1] - heads, heads], 1)
+        by_head = wide.unflatten(1, (-1, self.head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
+        return by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], gate
 
     def _with_short_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the result of `project`. Values are extended to head_dim by elements of keys, and the additional

@@ -64,13 +64,13 @@ class AttentionSpec:
     scores does not apply to these biases (BLOOM, but not Falcon). transposed: the checkpoint stores [in, out].
     input_size: width of the vectors from which q, k and v are computed, None for hidden_size. output_gate: each head's
     result is multiplied by the sigmoid of a gate, which follows its query in "q" (Qwen3-Next), or is in the tensor
-    "attention_gate" ("separate", AFMoE). is_causal: False for encoders, whose tokens also see later tokens and are not
-    cached. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads'
-    results as one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head
-    has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma 4). values_are_keys: values are the
-    keys before their norm and rotation. source: the layer whose cached keys and values this layer reads; it has none of
-    its own (Gemma 3n and 4). value_dim: the size of values if it is less than head_dim; only for separate tensors.
-    value_scale: the factor of values (MiMo-V2).
+    "attention_gate" ("separate", AFMoE; or "by_head", one number for each head, LFM3). is_causal: False for encoders,
+    whose tokens also see later tokens and are not cached. key_bias: False if keys lack the bias of queries and values
+    (Whisper). sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet). buckets:
+    the buckets of distances for which each head has a learned bias on its scores (T5). value_norm: the norm of each
+    value (Gemma 4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached
+    keys and values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is
+    less than head_dim; only for separate tensors. value_scale: the factor of values (MiMo-V2).
     """
 
     hidden_size: int
@@ -93,7 +93,7 @@ class AttentionSpec:
     alibi_unscaled: bool = False
     transposed: bool = False
     input_size: int | None = None
-    output_gate: bool | Literal["separate"] = False
+    output_gate: bool | Literal["separate", "by_head"] = False
     is_causal: bool = True
     key_bias: bool = True
     sub_norm: NormSpec | None = None
@@ -170,16 +170,17 @@ class HeadShare:
         if spec.source is not None:
             return [part("q", heads, q.start, len(q))]
         if spec.output_gate == "separate":
-            shares = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
-            return [part(key, total, r.start, len(r)) for key, total, r in shares]
-        if spec.output_gate:
+            wide = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
+            return [part(key, total, r.start, len(r)) for key, total, r in wide]
+        if spec.output_gate is True:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
             return [*queries, *gates, *(part(key, kv_heads, k.start, len(k)) for key in ("k", "v"))]
         if spec.qkv_layout == "separate":
-            return [
-                part(key, total, r.start, len(r))
-                for key, total, r in (("q", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
-            ]
+            shares = (("q", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
+            gates = []
+            if spec.output_gate == "by_head":
+                gates = [OutputPart(names["attention_gate"], heads, q.start, q.stop, has_bias=False)]
+            return [*(part(key, total, r.start, len(r)) for key, total, r in shares), *gates]
         total = heads + 2 * kv_heads
         if spec.qkv_layout == "concatenated":
             starts = (q.start, heads + k.start, heads + kv_heads + k.start)

@@ -184,7 +184,8 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     heads = len(mine.heads)
     kv_heads = len(mine.kv_heads)
     value_dim = mixer.value_dim or dim
-    outputs = heads * (2 if mixer.output_gate else 1) * dim
+    gates = heads if mixer.output_gate == "by_head" else heads * dim
+    outputs = heads * dim + (gates if mixer.output_gate else 0)
     if mixer.source is None:
         outputs += kv_heads * (dim if mixer.values_are_keys else dim + value_dim)
     total = _linear(mixer.input_size or mixer.hidden_size, outputs, mixer.qkv_bias)

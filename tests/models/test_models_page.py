@@ -115,6 +115,7 @@ PEOPLE_CALL_IT = {
     "kimi_linear": "Kimi Linear",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",
+    "lfm3": "LFM3",
     "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
 }
@@ -165,6 +166,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("ALiBi", of_attention(lambda a: a.alibi)),
     ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
     ("norms of values", of_attention(lambda a: a.value_norm)),
+    ("gates of heads", of_attention(lambda a: a.output_gate == "by_head")),
     ("short values", of_attention(lambda a: a.value_dim)),
     ("values that are keys", of_attention(lambda a: a.values_are_keys)),
     ("shared keys and values", lambda s: any(getattr(mixer, "source", None) is not None for mixer in s.mixers)),

@@ -333,6 +333,7 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("olmo_hybrid", "states keep their sign", m.in_states(m.smaller_steps)),
     ("lfm2", "oldest input forgotten", m.in_states(lambda mixer: mixer.conv[0].zero_())),
     ("lfm2-biases", "no bias of the convolution", m.in_states(lambda mixer: mixer.conv_bias.zero_())),
+    ("lfm3", "without gates", m.open_gates),
     ("lfm2_moe", "of the choice", m.in_experts(lambda moe: moe.correction_bias.zero_())),
     ("rwkv7", "no norm's bias", m.in_states(lambda mixer: mixer.norm_bias.zero_())),
     ("rwkv7", "no bonus", m.in_states(lambda mixer: mixer.bonus.zero_())),

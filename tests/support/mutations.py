@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.layers.attention import Attention
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm
@@ -186,7 +187,8 @@ def next_vectors(model: Decoder) -> None:
 
 def open_gates(model: Decoder) -> None:
     """The gates of attention let everything pass."""
-    mixers = [layer.mixer for layer in model.layers if getattr(layer.mixer, "output_gate", False)]
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    mixers = [mixer for mixer in mixers if mixer.output_gate or mixer.gates_heads]
     assert mixers
     for mixer in mixers:
         mixer.project = partial(_with_open_gates, mixer.project)

@@ -237,6 +237,31 @@ STATES: dict[str, Variant] = {
         },
         {"seed": 1},
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "head_dim": 24,
+            "sliding_window": 20,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "lfm3-without-gates": (
+        "lfm3",
+        {
+            "layer_types": ["full_attention", "conv", "sliding_attention"],
+            "head_dim": 16,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "sliding_window": 24,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
     "lfm2_moe": (
         "lfm2_moe",
         {
