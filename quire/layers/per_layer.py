@@ -19,6 +19,7 @@ class PerLayerEmbedding:
         self, builder: Builder, spec: PerLayerSpec, layers: int, hidden: int, norm: NormSpec, names: dict[str, str]
     ) -> None:
         self.size = spec.size
+        self.vocab_size = spec.vocab_size
         total = layers * spec.size
         self.table = VocabParallelEmbedding(builder, names["token_layers"], spec.vocab_size, total, is_head=False)
         self.projection = ReplicatedLinear(builder, names["layer_projection"], hidden, total)
@@ -31,7 +32,8 @@ class PerLayerEmbedding:
         """ids: [tokens]; x: the tokens' embeddings, [tokens, hidden] -> [tokens, layers * size]"""
         projected = self.projection(x, slots) * self.projection_scale
         normed = self.norm(projected.view(len(ids), -1, self.size)).flatten(1)
-        vectors: Tensor = (normed + self.table(ids) * self.scale) * 2.0**-0.5
+        own = self.table(ids.masked_fill(ids >= self.vocab_size, 0))
+        vectors: Tensor = (normed + own * self.scale) * 2.0**-0.5
         return vectors
 
 

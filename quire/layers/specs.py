@@ -37,7 +37,8 @@ class NormSpec:
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: only
     `down` has a bias. multipliers: the factors of gate and down (Falcon-H1). sub_norm: an RMS norm before `down`
-    (BitNet). The activation "xielu" has learned parameters (see layers/xielu.py)."""
+    (BitNet). sparsity: the share of gates that are 0, as if they were normally distributed (Gemma 3n). The activation
+    "xielu" has learned parameters (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -47,6 +48,7 @@ class MLPSpec:
     down_bias: bool = False
     multipliers: tuple[float, float] = (1.0, 1.0)
     sub_norm: NormSpec | None = None
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,22 @@ class MoESpec:
 @dataclass(frozen=True)
 class PerLayerSpec:
     """A table with a vector of each token for each layer (Gemma 3n and 4). size: of a vector. vocab_size: rows of the
-    table. activation: of the gates in layers, see layers/per_layer.py."""
+    table; ids beyond it read row 0. activation: of the gates in layers, see layers/per_layer.py."""
 
     size: int
     vocab_size: int
     activation: str
+
+
+@dataclass(frozen=True)
+class AltUpSpec:
+    """Several residual streams, of which each layer computes one and predicts the others (Gemma 3n, see
+    layers/altup.py). scales_correction: whether the branch with a layer's own embeddings reads a scaled stream.
+    laurel_rank: of the low-rank branch beside attention."""
+
+    streams: int
+    scales_correction: bool
+    laurel_rank: int
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     if (own := spec.per_layer) is not None and share.has_embedding:
         vectors = spec.num_layers * own.size
         rest += share.part(own.vocab_size) * vectors + hidden * vectors + own.size
+    if spec.altup is not None and share.has_embedding:
+        rest += 2 * (spec.altup.streams - 1) * hidden * hidden
     if width != hidden:
         rest += (share.has_embedding + share.has_head) * width * hidden
     experts = chosen = 0
@@ -107,10 +109,12 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, spec.names_in(index), (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-    if spec.residual == "scaled":
-        rest += 1
-        if (own := spec.per_layer) is not None:
-            rest += 2 * spec.hidden_size * own.size + spec.hidden_size
+    rest += 1 if spec.residual == "scaled" else 0
+    if (own := spec.per_layer) is not None:
+        rest += 2 * spec.hidden_size * own.size + spec.hidden_size
+    if (altup := spec.altup) is not None:
+        count = altup.streams
+        rest += count * count * (count + 1) + spec.hidden_size * (count + 2 + 2 * altup.laurel_rank + 1)
     for part in spec.parts_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C

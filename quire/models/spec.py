@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
-from quire.layers.specs import MLPSpec, MoESpec, NormSpec, PerLayerSpec
+from quire.layers.specs import AltUpSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
 from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
 from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
 CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
-MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
-Residual = Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled"]
+MixerSpec = CachedSpec | HybridSpec  # decoder_layers.MIXERS names the layer that implements each kind
+Residual = Literal[
+    "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled", "altup"
+]
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
 Names = Mapping[str, str | None]
@@ -40,7 +42,7 @@ class DecoderSpec:
     or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
     RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). With
     "scaled", a branch with the layer's own embeddings may follow, and the stream is multiplied by a factor of the layer
-    (Gemma 4). A layer has the norms that `names` contains.
+    (Gemma 4). With "altup", there are several streams (Gemma 3n). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
@@ -51,6 +53,7 @@ class DecoderSpec:
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
     head uses the embedding table; None if only checkpoints without a head do. layer_names: changes to `names` in some
     layers (OLMo Hybrid). per_layer: the embeddings of tokens for each layer, None for none.
+    altup: the streams of "altup".
     """
 
     vocab_size: int
@@ -82,6 +85,7 @@ class DecoderSpec:
     names: Names = field(default_factory=lambda: NAMES["llama"])
     layer_names: Mapping[int, Names] = field(default_factory=dict)
     per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
     def names_in(self, layer: int) -> dict[str, str]:

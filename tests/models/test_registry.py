@@ -132,5 +132,6 @@ def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
         "MPTForCausalLM",
         "ExaoneMoEForCausalLM",
         "Gemma4ForConditionalGeneration",
+        "Gemma3nForConditionalGeneration",
     }
     assert named | other_names | SEEING == set(ARCHITECTURES)  # tests/multimodal compares the last ones

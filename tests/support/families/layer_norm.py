@@ -248,7 +248,7 @@ LAYER_NORM: dict[str, Variant] = {
         {"qk_layernorm": False, "vocab_size": 321, "rope_parameters": rope(500.0, partial_rotary_factor=0.25)},
         {"seed": 1},
     ),
-    "bloom": ("bloom", {"n_head": 4, "n_layer": 3, "tie_word_embeddings": True}, {"hub_layout": True}),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 3}, {"hub_layout": True}),
     "bloom-6-heads": ("bloom", {"n_head": 6, "n_layer": 3, "hidden_size": 96, "vocab_size": 321}, {"seed": 1}),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 3, "tie_word_embeddings": True}, {}),
     "mpt-clipped": (

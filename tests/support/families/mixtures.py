@@ -28,7 +28,7 @@ MIXTURES: dict[str, Variant] = {
             "layer_types": [LOCAL, GLOBAL, LOCAL],
             "layer_rope_theta": [10_000.0, 0.0, 500.0],
         },
-        {},
+        {"seed": 1},
     ),
     "mistral4": (
         "mistral4",

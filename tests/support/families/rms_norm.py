@@ -272,7 +272,7 @@ RMS_NORM: dict[str, Variant] = {
     "gemma4": (
         "gemma4_text",
         {**_GEMMA4, "global_head_dim": 24, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        {"hub_layout": True},
+        {"hub_layout": True, "seed": 3},
     ),
     "gemma4-values-are-keys": (
         "gemma4_text",
@@ -301,7 +301,7 @@ RMS_NORM: dict[str, Variant] = {
             "top_k_experts": 3,
             "moe_intermediate_size": 24,
         },
-        {},
+        {"seed": 1},
     ),
     "gemma4-other-layers": (
         "gemma4_text",
@@ -314,5 +314,31 @@ RMS_NORM: dict[str, Variant] = {
             "layer_types": [LOCAL, GLOBAL, LOCAL, LOCAL, LOCAL, GLOBAL],
         },
         {"seed": 2},
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+            "rope_parameters": {LOCAL: rope(10_000.0), GLOBAL: rope(1_000_000.0)},
+        },
+        {},
+    ),
+    "gemma3n-other-sizes": (
+        "gemma3n_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [LOCAL] * 4 + [GLOBAL],
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "altup_num_inputs": 3,
+            "altup_correct_scale": False,
+            "intermediate_size": [96, 96, 64, 64, 96],
+            "vocab_size": 330,
+        },
+        {"without": ["layer_types", "activation_sparsity_pattern"], "seed": 1},
     ),
 }
