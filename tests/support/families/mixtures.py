@@ -85,7 +85,7 @@ MIXTURES: dict[str, Variant] = {
             "norm_topk_prob": False,
             "vocab_size": 321,
         },
-        {"seed": 1},
+        {"seed": 2},
     ),
     "mellum": (
         "mellum",
