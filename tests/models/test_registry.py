@@ -104,7 +104,36 @@ def _gemma4() -> Any:
     return Gemma4ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [_gemma3, _llama4, _gemma4], ids=["gemma3", "llama4", "gemma4"])
+def _mistral3(text: Any) -> Any:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralVisionConfig
+
+    vision = PixtralVisionConfig(**VISION, head_dim=16)
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=319)
+    config._attn_implementation = "eager"
+    return Mistral3ForConditionalGeneration(config)
+
+
+def _mistral4() -> Any:
+    from transformers import Mistral4Config
+
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    fields = {**TEXT, **latent, **experts, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    del fields["head_dim"], fields["sliding_window"]
+    return _mistral3(Mistral4Config(**fields))
+
+
+def _ministral3() -> Any:
+    from transformers import Ministral3Config
+
+    return _mistral3(Ministral3Config(**{**TEXT, "num_hidden_layers": 2, "sliding_window": None}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_gemma3, _llama4, _gemma4, _mistral4, _ministral3],
+    ids=["gemma3", "llama4", "gemma4", "mistral4", "ministral3"],
+)
 def test_the_text_model_of_a_model_that_sees_equals_transformers(tmp_path, make):
     torch.manual_seed(0)
     model = make().float().eval()

@@ -12,7 +12,7 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_
 
 def deepseek(config: HfConfig, mlp: MLPSpec | None = None) -> DecoderSpec:
     """mlp: of all layers, None for experts."""
-    is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
+    is_v3 = (config.get("architectures") or [None])[0] != "DeepseekV2ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"], rotary_dim=config["qk_rope_head_dim"])
     nope = config["qk_nope_head_dim"]
     rope = config["qk_rope_head_dim"]
