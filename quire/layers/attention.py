@@ -175,8 +175,8 @@ class Attention(CachedAttention):
         """Return the result of `project`. The gates are [tokens, heads]."""
         heads = self.num_heads
         keys = heads + self.num_kv_heads
-        wide, gate = qkv.split([qkv.shape[1] - heads, heads], 1)
-        by_head = wide.unflatten(1, (-1, self.head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
+        wide, gate = torch.split(qkv, [qkv.shape[1] - heads, heads], 1)
+        by_head = wide.view(len(qkv), -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         return by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], gate
 
     def _with_short_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
