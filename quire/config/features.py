@@ -235,7 +235,9 @@ CHUNKS = _model("attention chunks", lambda m: m.chunks)
 ALIBI = _model("linear biases (ALiBi)", lambda m: m.alibi)
 SINKS = _model("learned attention sinks", lambda m: m.sinks)
 DIFFERENT_HEADS = _model("layers with different heads", lambda m: m.different_heads)
-SHARED_FIRST_VALUES = _model("layers that all read the values of the first one", lambda m: m.shares_first_values)
+SHARED_FIRST_VALUES = _model(
+    "layers that all read the values of the first one or the token ids", lambda m: m.shares_first_values
+)
 LEARNED_POSITIONS = _model("learned positions, which it adds to embeddings", lambda m: m.learned_positions)
 MEDIA = _model("pictures, sounds or texts of an encoder as inputs", lambda m: m.media)
 TWO_WAY = _model("pictures whose tokens attend to each other in both directions", lambda m: m.two_way)

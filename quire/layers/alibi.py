@@ -14,12 +14,16 @@ class AlibiSlopes:
     1,000 becomes 768 and 232. Values get zeros.
     """
 
-    def __init__(self, num_heads: int, heads: range, builder: Builder) -> None:
-        """Slopes are a geometric series. Heads beyond a power of two use every other slope of the next finer one."""
+    def __init__(self, num_heads: int, heads: range, builder: Builder, scale: float = 1.0) -> None:
+        """Slopes are a geometric series. Heads beyond a power of two use every other slope of the next finer one.
+
+        scale: the factor of the scores by which slopes are divided, so that it does not apply to them."""
         power = 1 << (num_heads.bit_length() - 1)
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
         slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
-        self.slopes = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
+        self.slopes = torch.tensor(
+            [slope / scale for slope in slopes[heads.start : heads.stop]], dtype=builder.dtype, device=builder.device
+        )
         self.kernels = builder.kernels
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

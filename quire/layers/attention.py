@@ -10,7 +10,7 @@ from quire.layers.build import Builder
 from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.qk_norm import make_qk_norm
 
 
@@ -32,7 +32,8 @@ class Attention(CachedAttention):
         share = HeadShare.of(spec, builder.tensor_group)
         dim = spec.head_dim
         self.num_heads = len(share.heads)
-        self.num_kv_heads = len(share.kv_heads)
+        self.has_cache = spec.source is None
+        self.num_kv_heads = len(share.kv_heads) if self.has_cache else 0  # of the keys that the layer computes
         self.head_dim = dim
         self.place = place
         self.soft_cap = spec.soft_cap
@@ -42,22 +43,26 @@ class Attention(CachedAttention):
         hidden = spec.hidden_size
         transposed = spec.transposed
         self.hidden_size = hidden
-        self.output_gate = spec.output_gate
+        self.gates_heads = spec.output_gate == "by_head"
+        self.output_gate = bool(spec.output_gate) and not self.gates_heads
         inputs = spec.input_size or hidden
         parts = share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
-        inner = (share.heads.start * dim, share.heads.stop * dim)
+        self.value_dim = spec.value_dim or dim
+        self.value_scale = spec.value_scale
+        inner = (share.heads.start * self.value_dim, share.heads.stop * self.value_dim)
+        results = spec.num_heads * self.value_dim
         self.out = RowParallelLinear(
-            builder, names["o"], spec.num_heads * dim, inner, hidden, spec.output_bias, transposed, share.is_copy
+            builder, names["o"], results, inner, hidden, spec.output_bias, transposed, share.is_copy
         )
         self.q_norm = self.k_norm = None
         if (norm := spec.qk_norm) is not None:
             over = spec.qk_norm_over
             q_weight, k_weight = (0.0, 0.0) if share.is_copy else (1.0, 1 / share.holders)
             self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads, q_weight)
-            self.k_norm = make_qk_norm(
-                builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight
-            )
+            name = names["k_norm"] if self.has_cache else None
+            self.k_norm = make_qk_norm(builder, name, norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight)
+        self.value_norm = None if spec.value_norm is None else make_norm(builder, "", dim, spec.value_norm)
         self.sub_norm = None
         if spec.sub_norm is not None:
             name = names["attention_sub_norm"]
@@ -66,7 +71,9 @@ class Attention(CachedAttention):
         self.norm_after_rotary = spec.norm_after_rotary
         self.qkv_clip = spec.qkv_clip
         self.temperature = spec.temperature
-        self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
+        self.alibi = None
+        if spec.alibi:
+            self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder, self.scale if spec.alibi_unscaled else 1.0)
         self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
         self.sinks = None
         if spec.sinks:
@@ -86,6 +93,8 @@ class Attention(CachedAttention):
             or self.alibi is not None
             or self.norm_after_rotary
             or self.qkv_clip
+            or self.value_norm is not None
+            or not self.has_cache
         ):
             return
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
@@ -105,7 +114,8 @@ class Attention(CachedAttention):
             q, k = self.rotate(q, k, state)
             if self.alibi is not None:
                 q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
-            self.backend.store(self.cache, k, v, plan)
+            if self.has_cache:
+                self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
             return x.new_empty(0, self.hidden_size)  # only keys and values are needed
         if (rise := self.temperature) is not None:
@@ -123,24 +133,63 @@ class Attention(CachedAttention):
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
-        out = pick(out if self.alibi is None else self.alibi.without(out), wanted)
+        out = self._result(out if self.alibi is None else self.alibi.without(out), gate, wanted)
+        return self.out(out, state.slots_of(wanted))
+
+    def _result(self, out: Tensor, gate: Tensor, wanted: Tensor | None) -> Tensor:
+        """Return the input of the output projection. out: [tokens, heads, head_dim]; gate: see `project`"""
+        out = pick(out, wanted)
+        if self.value_dim < self.head_dim:
+            out = self.kernels.join(out[..., : self.value_dim], out[..., :0])
         if self.sub_norm is not None:
             out = self.sub_norm(out)
-        out = out.reshape(len(out), self.num_heads * self.head_dim)
+        out = out.reshape(len(out), self.num_heads * self.value_dim)
+        if self.value_scale != 1:
+            out = self.kernels.multiply(out, self.value_scale)
+        if self.gates_heads:
+            factors = self.kernels.activate(pick(gate, wanted), "sigmoid").view(-1, 1)
+            out = self.kernels.multiply(out.view(-1, self.value_dim), factors).view(out.shape)
         if self.output_gate:
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
-        return self.out(out, state.slots_of(wanted))
+        return out
 
     def project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads = self.num_heads
         kv_heads = self.num_kv_heads
-        qkv = self.qkv(x, slots).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv(x, slots)
+        if self.value_dim < self.head_dim:
+            return self._with_short_values(qkv)
+        if self.gates_heads:
+            return self._with_gates_of_heads(qkv)
+        qkv = qkv.view(x.shape[0], -1, self.head_dim)
         queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
         v = self._clipped(v)
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
+
+    def _with_gates_of_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of `project`. The gates are [tokens, heads]."""
+        heads = self.num_heads
+        keys = heads + self.num_kv_heads
+        wide, gate = torch.split(qkv, [qkv.shape[1] - heads, heads], 1)
+        by_head = wide.view(len(qkv), -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        return by_head[:, :heads], by_head[:, heads:keys], by_head[:, keys:], gate
+
+    def _with_short_values(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the result of `project`. Values are extended to head_dim by elements of keys, and the additional
+        elements of attention's result are dropped."""
+        tokens = len(qkv)
+        dim = self.head_dim
+        queries = self.num_heads * dim
+        keys = queries + self.num_kv_heads * dim
+        q = qkv[:, :queries].view(tokens, -1, dim)
+        k = qkv[:, queries:keys].view(tokens, -1, dim)
+        v = self.kernels.join(qkv[:, keys:].view(tokens, -1, self.value_dim), k[..., self.value_dim :])
+        return q, k, v, q[:, :0]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return queries and keys, normed and rotated to their positions."""

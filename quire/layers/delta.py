@@ -18,8 +18,8 @@ _EPS = 1e-6  # for the norms of queries and keys
 
 class DeltaNet(Recurrent):
     """names: the names of dt_bias, a_log, gate_norm and state_out; of conv, or of conv_q, conv_k and conv_v; and of the
-    projections: state_in (q, k, v, z) and state_ba, or state_qkv, state_z, state_b and state_a, or state_q, state_k,
-    state_v, state_b, decay_a, decay_b, gate_a and gate_b."""
+    projections: state_in (q, k, v, z) and state_ba, or state_qkv (or state_q, state_k and state_v), state_z, state_b
+    and state_a, or state_q, state_k, state_v, state_b, decay_a, decay_b, gate_a and gate_b."""
 
     def __init__(self, builder: Builder, spec: DeltaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
@@ -90,16 +90,14 @@ class DeltaNet(Recurrent):
         keys = spec.num_kv_heads * spec.key_dim
         values = heads * spec.value_dim
         one = self.of_heads(1)
-        if spec.projections == "kimi":
+        parts = [OutputPart(names["state_qkv"], 2 * keys + values, *part) for part in qkv if "state_qkv" in names]
+        if "state_q" in names:
             parts = [OutputPart(names[f"state_{key}"], rows, *part) for key, rows, part in self._separate(qkv)]
+        if spec.projections == "kimi":
             return [*parts, OutputPart(names["state_b"], heads, *one)]
         if spec.projections == "separate":
             z = OutputPart(names["state_z"], values, *self.of_heads(spec.value_dim))
-            return [
-                *(OutputPart(names["state_qkv"], 2 * keys + values, *part) for part in qkv),
-                z,
-                *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a")),
-            ]
+            return [*parts, z, *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a"))]
         group = 2 * (spec.key_dim + ratio * spec.value_dim)
         rows = 2 * (keys + values)
         size = spec.value_dim
@@ -141,18 +139,10 @@ class DeltaNet(Recurrent):
         eps = _EPS / self.key_dim
         q = kernels.rms_norm(q, self.q_scale, eps)
         k = kernels.rms_norm(k, self.k_scale, eps)
+        b = kernels.activate(b, "sigmoid")
+        b = b if self.spec.step_scale == 1 else kernels.multiply(b, self.spec.step_scale)
         _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
-        y = kernels.scan(
-            q,
-            k,
-            by_head(v, heads, self.value_dim),
-            decay,
-            kernels.activate(b, "sigmoid"),
-            None,
-            self.pages,
-            plan,
-            "delta",
-        )
+        y = kernels.scan(q, k, by_head(v, heads, self.value_dim), decay, b, None, self.pages, plan, "delta")
         y = pick(y.flatten(1), wanted)
         act = "sigmoid" if self.is_kimi else "silu"
         y = kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act)

@@ -106,11 +106,18 @@ class SeparateExperts:
 Experts = GroupedExperts | SeparateExperts
 
 
-def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
+def _dense_experts(
+    builder: Builder, name: str, experts: GroupedExperts, scales: tuple[Tensor, list[int]] | None = None
+) -> Experts:
     """Return experts that are dense in the checkpoint, quantized if the engine's options request it.
 
-    Call it after their slots are recorded. name: the name of their tensor, or of one of their tensors.
+    Call it after their slots are recorded. name: the name of their tensor, or of one of their tensors. scales: the
+    factors of all experts, [experts], and which experts these are.
     """
+    if scales is not None:
+        weight = experts.weight  # before it is packed
+        factors, own = scales
+        builder.when_loaded(lambda: _scale(weight, factors[own]), makes_lasting=True)
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
         builder.weights.append(experts)
@@ -118,6 +125,11 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
         return experts
     weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
     return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
+
+
+def _scale(weight: Tensor, factors: Tensor) -> None:
+    """Multiply the weights of each expert by its factor. weight: [experts, out, in]; factors: [experts]"""
+    weight.copy_(weight * factors[:, None, None])
 
 
 def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
@@ -133,11 +145,18 @@ def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
 
 
 def fused_experts(
-    builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int], inner: tuple[int, int]
+    builder: Builder,
+    spec: MoESpec,
+    hidden: int,
+    names: dict[str, str],
+    local: Sequence[int],
+    inner: tuple[int, int],
+    scales: Tensor | None = None,
 ) -> tuple[Experts, Experts]:
     """Return (gate_up, down) of a checkpoint with one tensor for all experts, see MoESpec.layout.
 
-    local: the experts of this rank. inner: this rank's share [start, stop) of their inner elements.
+    local: the experts of this rank. inner: this rank's share [start, stop) of their inner elements. scales: [experts],
+    by which the weights of `down` are multiplied once they are loaded.
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share = stop - start
@@ -173,8 +192,8 @@ def fused_experts(
         if down.bias is not None:
             builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
     projections = [
-        _dense_experts(builder, names[key], experts)
-        for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
+        _dense_experts(builder, names["experts_gate_up"], gate_up),
+        _dense_experts(builder, names["experts_down"], down, None if scales is None else (scales, list(local))),
     ]
     if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias
         builder.when_loaded(projections[1].drop_bias)

@@ -16,7 +16,8 @@ class ForwardState:
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
     group. layer_done: if set, called after each layer, except perhaps the last one. first_values: in an RWKV-7, the
     values of the first layer, which the others read, [tokens, this rank's values]. slots: the slots of the tokens'
-    low-rank adapters, [tokens], int64, -1 for none; None if no token has one.
+    low-rank adapters, [tokens], int64, -1 for none; None if no token has one. per_layer: see PerLayerEmbedding, of this
+    rank's own tokens.
     """
 
     inputs: StepInputs
@@ -25,6 +26,7 @@ class ForwardState:
     layer_done: Callable[[], None] | None = None
     first_values: Tensor | None = None
     slots: Tensor | None = None
+    per_layer: Tensor | None = None
 
     def slots_of(self, wanted: Tensor | None) -> Tensor | None:
         """Return the slots of the tokens whose results are wanted; wanted: None for all."""

@@ -38,6 +38,7 @@ class LatentAttention(CachedAttention):
         self.rotary_embedding = kernels.rotary_embedding
         self.linear_by_head = kernels.linear_by_head
         self.join = kernels.join
+        self.sharpen = kernels.sharpen
         (heads, is_copy), hidden = spec.heads(builder.tensor_group), spec.hidden_size
         query_dim = spec.nope_dim + spec.rope_dim
         total = spec.num_heads
@@ -104,8 +105,11 @@ class LatentAttention(CachedAttention):
         q_nope = q[..., : spec.nope_dim]
         absorbed = self._adapted(0, q_nope, self.linear_by_head(q_nope, self.to_latent), slots)
         self.backend.store(self.cache, self.join(latent[:, None], k_rope), None, plan)
+        q = self.join(absorbed, q_rope)
+        if (rise := spec.temperature) is not None:
+            q = self.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, _ = self.backend.attend(
-            self.join(absorbed, q_rope), self.cache, plan, scale=spec.scale, window=self.place.window
+            q, self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
         out = pick(out, wanted)
         values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]

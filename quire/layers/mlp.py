@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ class MLP:
             self.activation = XIELU(builder, names["activation"])
         else:
             self.activation = activation(builder.kernels, spec.activation, spec.gated)
+        self.size = size
+        self.group = builder.tensor_group
+        self.cutoff = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None
         self.sub_norm = None
         if spec.sub_norm is not None:
             inner = range(start, stop)
@@ -83,8 +87,19 @@ class MLP:
         up = self.up(x, slots)
         if self.factors is not None:
             up = self.kernels.multiply(up, self.factors)
+        if self.cutoff is not None:
+            up = self._sparse(up)
         inner = self.activation(up)
         if self.sub_norm is not None:
             inner = self.sub_norm(inner[..., None])[..., 0]
         down = self.down(inner, slots)
         return down if self.down_scale == 1 else self.kernels.multiply(down, self.down_scale)
+
+    def _sparse(self, up: Tensor) -> Tensor:
+        """Reduce the gates by a number of standard deviations above their mean, and set negative ones to 0. up: gates
+        and the other half, [tokens, 2 * inner]"""
+        assert self.cutoff is not None
+        gates, others = up.chunk(2, 1)
+        mean = self.group.all_reduce(gates.float().sum(1, keepdim=True)) / self.size
+        deviation = (self.group.all_reduce((gates - mean).square().sum(1, keepdim=True)) / self.size).sqrt()
+        return torch.cat((torch.relu(gates - (mean + self.cutoff * deviation).to(up.dtype)), others), 1)

@@ -41,7 +41,8 @@ class MoE:
 
     names: the names of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert,
     or of experts_gate_up and experts_down for all experts, or of both if the checkpoint decides; of shared_gate and
-    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate.
+    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; of latent_in and latent_out; and of
+    expert_scales, if experts are apart.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
@@ -65,7 +66,12 @@ class MoE:
             spec.topk_groups,
             spec.group_score,
         )
-        self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
+        self.activation = activation(builder.kernels, spec.activation, spec.gated, spec.swiglu)
+        self.latent_in = self.latent_out = None
+        inputs = spec.latent_size or hidden
+        if spec.latent_size:
+            self.latent_in = ReplicatedLinear(builder, names["latent_in"], hidden, inputs)
+            self.latent_out = ReplicatedLinear(builder, names["latent_out"], inputs, hidden)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: the number of tokens that chose each expert
         if builder.experts is not None and builder.experts.measures:
@@ -77,9 +83,12 @@ class MoE:
             reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
         if is_fused:
-            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
-        if "expert_gate" in names:
-            self._separate(builder, hidden, names, inner, is_fused)
+            scales = (
+                builder.whole(names["expert_scales"], spec.num_experts, dtype=torch.float32) if spec.apart else None
+            )
+            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner, scales)
+        if "expert_up" in names:
+            self._separate(builder, inputs, names, inner, is_fused)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             keys = ("gate", "up", "gate_up", "down")
@@ -96,8 +105,9 @@ class MoE:
         size, (start, stop) = self.spec.intermediate_size, inner
 
         def shapes(expert: int) -> tuple[LinearShape, LinearShape]:
-            name = {key: names[f"expert_{key}"].replace("{e}", str(expert)) for key in ("gate", "up", "down")}
-            ups = tuple(OutputPart(name[key], size, start, stop) for key in ("gate", "up"))
+            keys = ("gate", "up") if self.spec.gated else ("up",)
+            name = {key: names[f"expert_{key}"].replace("{e}", str(expert)) for key in (*keys, "down")}
+            ups = tuple(OutputPart(name[key], size, start, stop) for key in keys)
             down = OutputPart(name["down"], hidden, 0, hidden)
             return LinearShape(ups, hidden, 0, hidden), LinearShape((down,), size, start, stop)
 
@@ -112,11 +122,14 @@ class MoE:
         if builder.adapters is not None and builder.adapters.change([*ups, *downs]):
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters; with
-        adapters, all tokens are this rank's own."""
+        adapters, all tokens are this rank's own. to_router: the router's input if it is not x."""
         own = self.dispatch.own(x)
-        weights, experts = self.kernels.choose_experts(self.router(own, slots), self.correction_bias, self.routing)
+        logits = self.router(own if to_router is None else self.dispatch.own(to_router), slots)
+        weights, experts = self.kernels.choose_experts(logits, self.correction_bias, self.routing)
+        if self.latent_in is not None:
+            own = self.latent_in(own, slots)
         if self.spec.weigh_inputs:
             own = self.kernels.multiply(own, weights)
             weights = None
@@ -125,6 +138,8 @@ class MoE:
         sent = self.dispatch.send(own, experts, weights, len(x))
         shared = self._shared(x, slots)  # overlaps with the exchange of tokens
         routed = sent.collect(self._compute(sent.receive(), slots))
+        if self.latent_out is not None:
+            routed = self.latent_out(routed, slots)
         return routed if shared is None else self.kernels.add(routed, shared, routed)
 
     def _compute(self, routed: Routed, slots: Tensor | None) -> Tensor:
@@ -139,7 +154,7 @@ class MoE:
 
     def _shared(self, x: Tensor, slots: Tensor | None) -> Tensor | None:
         """Return this rank's summand of the shared expert's result, if there is a shared expert."""
-        if self.shared is None:
+        if self.shared is None or self.spec.apart:
             return None
         shared = self.shared(x, slots)
         if self.shared_gate is None:

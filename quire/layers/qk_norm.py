@@ -6,17 +6,26 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.norm import make_norm
+from quire.layers.norm import Norm, make_norm
 from quire.layers.specs import NormSpec
 
 QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
 
 
 def make_qk_norm(
-    builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range, weight: float
+    builder: Builder,
+    name: str | None,
+    spec: NormSpec,
+    over: str,
+    head_dim: int,
+    num_heads: int,
+    heads: range,
+    weight: float,
 ) -> QKNorm:
     """over: see AttentionSpec.qk_norm_over. heads: this rank's heads, out of num_heads. weight: the weight of this
-    rank's heads in a sum over all ranks, so that each head counts once."""
+    rank's heads in a sum over all ranks, so that each head counts once. name: None for the identity."""
+    if name is None:
+        return Norm(builder.kernels)
     if over == "head":
         return make_norm(builder, name, head_dim, spec)
     if over == "heads":

@@ -37,7 +37,8 @@ class NormSpec:
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: only
     `down` has a bias. multipliers: the factors of gate and down (Falcon-H1). sub_norm: an RMS norm before `down`
-    (BitNet). The activation "xielu" has learned parameters (see layers/xielu.py)."""
+    (BitNet). sparsity: the share of gates that are 0, as if they were normally distributed (Gemma 3n). The activation
+    "xielu" has learned parameters (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -47,6 +48,7 @@ class MLPSpec:
     down_bias: bool = False
     multipliers: tuple[float, float] = (1.0, 1.0)
     sub_norm: NormSpec | None = None
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,19 @@ class MoESpec:
     """num_experts feed-forward layers, of which each token uses top_k.
 
     swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores;
-    "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see ops/reference/routing.py).
-    normalize: the scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only
-    experts of the topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of
-    its two best. correction_bias: a bias is added to the scores only for the choice (DeepSeek-V3, arXiv:2412.19437); a
-    checkpoint may store it as a row, [1, experts] (ERNIE 4.5).
-    shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
-    expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
-    which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves", Llama 4), or a tensor
-    [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of a token's single
-    expert multiplies the expert's input, not its result (Llama 4). If the family also has names for single experts, the
-    checkpoint decides the layout (layers/moe.py).
+    "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see ops/reference/routing.py). normalize: the
+    scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only experts of the
+    topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of its two best.
+    correction_bias: a bias is added to the scores only for the choice (DeepSeek-V3, arXiv:2412.19437); a checkpoint may
+    store it as a row, [1, experts] (ERNIE 4.5). shared: an expert that every token uses. shared_gate: its result is
+    multiplied by sigmoid(gate(x)). layout: every expert has its own tensors ("separate"), or a tensor [experts, in,
+    out] holds one projection of all experts, in which gate and up alternate ("fused", gpt-oss) or follow each other
+    ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate ("stacked", Granite).
+    weigh_inputs: the weight of a token's single expert multiplies the expert's input, not its result (Llama 4). apart:
+    routed and shared experts are branches with norms of their own, the router has a norm, too, and each expert's result
+    has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only for the layout "separate".
+    latent_size: the width of the experts' inputs and results, which are projections (Nemotron 3); 0 for hidden_size. If
+    the family also has names for single experts, the checkpoint decides the layout (layers/moe.py).
     """
 
     num_experts: int
@@ -85,6 +89,9 @@ class MoESpec:
     shared_gate: bool = False
     layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
+    apart: bool = False
+    gated: bool = True
+    latent_size: int = 0
 
     def check(self) -> None:
         """Raise ValueError if a token cannot use `top_k` experts."""
@@ -100,6 +107,27 @@ class MoESpec:
             size *= self.topk_groups
         if not 0 < self.top_k <= size:
             raise ValueError(f"a token can use 1 to {size} of {self.num_experts} experts, not {self.top_k}")
+
+
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """A table with a vector of each token for each layer (Gemma 3n and 4). size: of a vector. vocab_size: rows of the
+    table; ids beyond it read row 0. activation: of the gates in layers, see layers/per_layer.py."""
+
+    size: int
+    vocab_size: int
+    activation: str
+
+
+@dataclass(frozen=True)
+class AltUpSpec:
+    """Several residual streams, of which each layer computes one and predicts the others (Gemma 3n, see
+    layers/altup.py). scales_correction: whether the branch with a layer's own embeddings reads a scaled stream.
+    laurel_rank: of the low-rank branch beside attention."""
+
+    streams: int
+    scales_correction: bool
+    laurel_rank: int
 
 
 @dataclass(frozen=True)

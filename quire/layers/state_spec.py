@@ -77,11 +77,14 @@ class DeltaSpec(RecurrentSpec):
     """A layer with the gated delta rule.
 
     projections: how the checkpoint stores q, k, v, the gate z, the decay a and the step b: in two tensors ordered by
-    key head ("by_key_head", Qwen3-Next), in four ("separate", Qwen3.5), or as in Kimi Delta Attention ("kimi"), where
-    each element of a key has its own decay, and two small layers each compute decay and gate.
+    key head ("by_key_head", Qwen3-Next), in four, or six if q, k and v have separate names ("separate", Qwen3.5 and
+    OLMo Hybrid), or as in Kimi Delta Attention ("kimi"), where each element of a key has its own decay, and two small
+    layers each compute decay and gate. step_scale: the factor of steps; with 2, a state can change its sign (OLMo
+    Hybrid, arXiv:2411.12537).
     """
 
     projections: Literal["by_key_head", "separate", "kimi"] = "separate"
+    step_scale: float = 1.0
 
     @property
     def decays(self) -> int:
@@ -104,6 +107,17 @@ class RwkvSpec(RecurrentSpec):
         dim = self.key_dim
         hidden = self.hidden_size
         return StateShape(heads, heads, dim, dim, hidden, self.conv_width, dim, 2 * dim, mlp_channels=hidden)
+
+
+@dataclass(frozen=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated short convolution (LFM2). Its heads are its channels. It has no state but the convolution's inputs. bias:
+    whether the convolution and both projections have biases."""
+
+    bias: bool = False
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        return StateShape(0, 0, 1, 1, len(HeadShare.of(self, group).heads), self.conv_width)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The only decoder and encoder. A DecoderSpec describes the layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,214 +8,20 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, CacheBackend
 from quire.attention.cross import store_plan
 from quire.kv.specs import CacheEntry, ModelKVSpec
-from quire.layers.attention import Attention, EncoderAttention
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.altup import Streams
+from quire.layers.attention_spec import LayerPlace
 from quire.layers.build import Builder
-from quire.layers.cross_attention import CrossAttention
-from quire.layers.delta import DeltaNet
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
-from quire.layers.forward_state import ForwardState, pick
-from quire.layers.hybrid import Hybrid
-from quire.layers.latent_attention import LatentAttention
+from quire.layers.forward_state import ForwardState
 from quire.layers.linear import ReplicatedLinear
-from quire.layers.mamba import Mamba
-from quire.layers.mamba2 import Mamba2
-from quire.layers.mlp import MLP
-from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
+from quire.layers.per_layer import PerLayerEmbedding
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.rwkv import Rwkv
-from quire.layers.specs import MLPSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec
+from quire.models.decoder_layers import LAYERS, DecoderLayer
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
 from quire.models.spec import DecoderSpec
 from quire.parallel.pipeline import Stage
-
-MIXERS: dict[type, Callable[..., Any]] = {
-    AttentionSpec: Attention,
-    LatentAttentionSpec: LatentAttention,
-    MambaSpec: Mamba,
-    Mamba2Spec: Mamba2,
-    DeltaSpec: DeltaNet,
-    HybridSpec: Hybrid,
-    RwkvSpec: Rwkv,
-}
-
-
-class DecoderLayer:
-    """A mixer, then an MLP. Each is a branch of the residual stream, surrounded by the model's norms. A branch reads
-    all tokens, and the ranks' results must be summed; see ResidualStream.
-    """
-
-    cross: CrossAttention | None = None
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
-        hidden = spec.hidden_size
-        scale = spec.residual_scale
-        self.residual_stream = builder.residual_stream
-        self.kernels = builder.kernels
-
-        def norm(role: str):  # type: ignore[no-untyped-def]
-            return make_norm(builder, names.get(role), hidden, spec.norm)
-
-        has_norm = index or spec.first_norm
-        self.attention_norm = norm("attention_norm" if has_norm else "")
-        self.attention_post_norm = norm("attention_post_norm")
-        self.mixer: Any = None
-        self.mlp: Any = None
-        if (mixer := spec.mixers[index]) is not None:
-            make: Callable[..., Any] = EncoderAttention if spec.is_encoder else MIXERS[type(mixer)]
-            self.mixer = make(builder, mixer, names, place)
-        self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        if (mlp := spec.mlps[index]) is not None:
-            if isinstance(mlp, MLPSpec):
-                self.mlp = MLP(builder, mlp, hidden, names)
-            else:
-                self.mlp = MoE(builder, mlp, hidden, names)
-        self.scale = 1.0 if scale is None else scale
-
-    def reader(self, role: str) -> Any:
-        """Return the part of the layer that reads the cache entry of this role, see CacheEntry."""
-        if role == "cross":
-            return self.cross
-        return self.mixer.indexer if role == "indexer" else self.mixer
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """x: the previous branch's result; residual: the stream to which x has yet to be added (None at first); both
-        for this rank's tokens.
-
-        wanted: indices of the tokens whose results are needed, None for all."""
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, residual = self.attention_norm.add(x, residual)
-        out = self.mixer(stream.whole(x, tokens), state, wanted)
-        x = self.attention_post_norm(stream.sum(out))
-        residual = stream.pick(residual, wanted, tokens)
-        x, residual = self.mlp_norm.add(self._scaled(x), residual)
-        x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))))
-        return self._scaled(x), residual
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.scale == 1 else self.kernels.multiply(x, self.scale)
-
-
-class ParallelLayer(DecoderLayer):
-    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere). Both
-    results are summed across ranks at once."""
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        super().__init__(builder, spec, index, place)
-        self.one_norm = spec.names.get("mlp_norm") is None
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, residual = self.attention_norm.add(x, residual)
-        x = stream.whole(x, tokens)
-        residual = stream.pick(residual, wanted, tokens)
-        out = self.mixer(x, state, wanted)
-        to_mlp = pick(x, wanted) if self.one_norm else stream.whole(self.mlp_norm(residual), out)
-        return stream.sum(self.kernels.add(self.mlp(to_mlp, state.slots_of(wanted)), out, out)), residual
-
-
-class PostNormLayer(DecoderLayer):
-    """The norm comes after the sum, so the stream itself is normed (OPT-350m and the original Transformer)."""
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        out = self.mixer(stream.whole(x, tokens), state, wanted)
-        x, _ = self.attention_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
-        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), x)
-        return x, None
-
-
-class CrossLayer(DecoderLayer):
-    """A decoder layer with cross-attention to an encoder's output between its attention and its MLP."""
-
-    cross: CrossAttention
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        super().__init__(builder, spec, index, place)
-        names = {role: name.replace("{i}", str(index)) for role, name in spec.names.items() if name is not None}
-        self.cross_norm = make_norm(builder, names["cross_norm"], spec.hidden_size, spec.norm)
-        mixer = spec.mixers[index]
-        assert isinstance(mixer, AttentionSpec)
-        self.cross = CrossAttention(builder, mixer, names, place.cross_group)
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, residual = self.attention_norm.add(x, residual)
-        x, residual = self.cross_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), residual)
-        out = self.cross(stream.whole(x, tokens), state, wanted)
-        x, residual = self.mlp_norm.add(stream.sum(out), stream.pick(residual, wanted, tokens))
-        return stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), residual
-
-
-class CrossPostNormLayer(CrossLayer):
-    """The same with norms after the residual sums (the original Transformer, BART)."""
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, _ = self.attention_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), x)
-        out = self.cross(stream.whole(x, tokens), state, wanted)
-        x, _ = self.cross_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
-        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out), state.slots_of(wanted))), x)
-        return x, None
-
-
-class SingleLayer(DecoderLayer):
-    """One branch: a mixer or an MLP (Mamba-2, Nemotron-H)."""
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, residual = self.attention_norm.add(x, residual)
-        x = stream.whole(x, tokens)
-        out = self.mixer(x, state, wanted) if self.mlp is None else self.mlp(pick(x, wanted), state.slots_of(wanted))
-        return stream.sum(out), stream.pick(residual, wanted, tokens)
-
-
-class ShiftedLayer(DecoderLayer):
-    """The MLP reads a mix of each token and the previous one, so the mixer computes all tokens (RWKV-7)."""
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        x, residual = self.attention_norm.add(x, residual)
-        out = self.mixer(stream.whole(x, tokens), state)
-        x, residual = self.mlp_norm.add(stream.sum(out), residual)
-        x = self.mixer.mlp_input(stream.whole(x, tokens), state, wanted)
-        return stream.sum(self.mlp(x, state.slots_of(wanted))), stream.pick(residual, wanted, tokens)
-
-
-LAYERS = {
-    "sequential": DecoderLayer,
-    "parallel": ParallelLayer,
-    "post_norm": PostNormLayer,
-    "single": SingleLayer,
-    "cross": CrossLayer,
-    "cross_post_norm": CrossPostNormLayer,
-    "shifted": ShiftedLayer,
-}
 
 
 class LayerStack:
@@ -243,7 +48,9 @@ class LayerStack:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            kv, state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("kv", "state", "cross"))
+            source = getattr(spec.mixers[i], "source", None)
+            kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
+            state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
             place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
             self.layers.append(make_layer(builder, spec, i, place))
 
@@ -254,6 +61,9 @@ class LayerStack:
             for entry, start in zip(kv_spec.entries, starts[:-1], strict=True):
                 cache = backend.of_role(entry.role).view_at(blocks, start)
                 self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
+                for layer, mixer in zip(self.layers, self.spec.mixers[self.first_layer :], strict=False):
+                    if getattr(mixer, "source", None) == entry.layer and entry.role == "kv":
+                        layer.mixer.bind(backend, cache)
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
@@ -316,6 +126,7 @@ class Decoder(LayerStack, Model):
         stage = self.stage
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
+        self.stream_size = spec.hidden_size * (1 if spec.altup is None else spec.altup.streams)
         self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
         self.sees = spec.media is not None, spec.has_sections
         names = {key: name for key, name in spec.names.items() if name is not None}
@@ -350,6 +161,11 @@ class Decoder(LayerStack, Model):
         if spec.token_types:
             self.segments = builder.whole(f"{names['segments']}.weight", spec.token_types, spec.hidden_size)
         self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
+        self.per_layer: PerLayerEmbedding | None = None
+        if spec.per_layer is not None:
+            layers = spec.num_layers
+            self.per_layer = PerLayerEmbedding(builder, spec.per_layer, layers, spec.hidden_size, spec.norm, {**names})
+        self.streams = None if spec.altup is None else Streams(builder, spec.altup, spec.hidden_size, {**names})
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
 
@@ -365,13 +181,22 @@ class Decoder(LayerStack, Model):
                 builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias, bias
             )
 
+    @property
+    def input_size(self) -> int:
+        own = self.spec.per_layer
+        return self.stream_size + (0 if own is None else self.spec.num_layers * own.size)
+
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
         """A stage without a head returns the residual stream after its last layer, [own tokens, hidden]."""
+        if self.input_size != self.stream_size:
+            state.per_layer = x[:, self.stream_size :]
+            x = self.kernels.multiply(x[:, : self.stream_size], 1.0)  # contiguous
         x, residual = self.run(x, state, wanted, taps)
         if self.stage.has_head:
             tokens = state.inputs.positions if wanted is None else wanted
+            x = x if self.streams is None else self.streams.merge(x)
             return self.residual_stream.whole(self.final_norm.add(x, residual)[0], tokens)
         if residual is not None:
             self.kernels.add(x, residual, x)
@@ -393,6 +218,9 @@ class Decoder(LayerStack, Model):
             x = x + self.positions(positions)
         if self.segments is not None and kinds is not None:
             x = x + torch.nn.functional.embedding(kinds, self.segments)
+        if self.per_layer is not None:
+            streams = x if self.streams is None else self.streams.split(x)
+            return self.residual_stream.own(torch.cat((streams, self.per_layer(ids, x, slots)), 1))
         return self.embedding_norm(self.residual_stream.own(x))
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:

@@ -62,6 +62,11 @@ class Model(Protocol):
     experts: ExpertRanks | None = None
     sees: tuple[bool, bool] = False, False
 
+    @property
+    def input_size(self) -> int:
+        """The width of the result of `embed`."""
+        return self.hidden_size
+
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         """Assign the backend to the layers of each group, and to each layer a view of its own entry in all blocks.
 
@@ -74,7 +79,8 @@ class Model(Protocol):
         raise TypeError("the model has no cross-attention")
 
     def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        """ids, positions: [tokens] -> [own tokens, hidden]. slots: of the tokens' adapters, None if there are none."""
+        """ids, positions: [tokens] -> [own tokens, input_size]. slots: of the tokens' adapters, None if there
+        are none."""
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
-from quire.models.spec import CachedSpec, DecoderSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
+from quire.models.spec import CachedSpec, DecoderSpec, Names
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,19 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
     is_tied = bool(spec.tie_embeddings) and has_head
     rest = share.part(spec.vocab_size) if spec.lm_head_bias and has_head else 0
     rest += _norms(
-        spec, (*(("embedding_norm",) if share.has_embedding else ()), *(("final_norm",) if share.has_head else ()))
+        spec,
+        spec.names,
+        (*(("embedding_norm",) if share.has_embedding else ()), *(("final_norm",) if share.has_head else ())),
     )
     if share.has_embedding:
         rest += spec.token_types * hidden
         if spec.position_offset is not None:
             rest += (spec.max_positions + spec.position_offset) * hidden
+    if (own := spec.per_layer) is not None and share.has_embedding:
+        vectors = spec.num_layers * own.size
+        rest += share.part(own.vocab_size) * vectors + hidden * vectors + own.size
+    if spec.altup is not None and share.has_embedding:
+        rest += 2 * (spec.altup.streams - 1) * hidden * hidden
     if width != hidden:
         rest += (share.has_embedding + share.has_head) * width * hidden
     experts = chosen = 0
@@ -101,18 +108,29 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     """Return the numbers of parameters of all experts of a layer, of the experts that a token uses, and of the rest."""
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
-    rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-    for part in spec.cached_in(index):
+    rest = _norms(spec, spec.names_in(index), (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
+    rest += 1 if spec.residual == "scaled" else 0
+    if (own := spec.per_layer) is not None:
+        rest += 2 * spec.hidden_size * own.size + spec.hidden_size
+    if (altup := spec.altup) is not None:
+        count = altup.streams
+        rest += count * count * (count + 1) + spec.hidden_size * (count + 2 + 2 * altup.laurel_rank + 1)
+    for part in spec.parts_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
             rest += _norm(part.norm, part.rank + 2 * part.key_dim)
     if not isinstance(mlp, MoESpec):
         return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
     rest += _router(mlp, spec.hidden_size, share)
+    if mlp.apart:
+        rest += 3 * _norm(spec.norm, spec.hidden_size) + spec.hidden_size + mlp.num_experts
+    single = MLPSpec(mlp.intermediate_size, gated=mlp.gated, bias=mlp.bias)
+    width = mlp.latent_size or spec.hidden_size
+    rest += 2 * mlp.latent_size * spec.hidden_size
     if share.expert_ranks == 1:
-        expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, share)
+        expert = _mlp(single, width, share)
         return mlp.num_experts * expert, mlp.top_k * expert, rest
-    expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, WHOLE)
+    expert = _mlp(single, width, WHOLE)
     return -(-mlp.num_experts // share.expert_ranks) * expert, mlp.top_k * expert // share.expert_ranks, rest
 
 
@@ -120,8 +138,8 @@ def _norm(norm: NormSpec, size: int) -> int:
     return size * (2 if norm.bias else 1) if norm.affine else 0
 
 
-def _norms(spec: DecoderSpec, roles: Iterable[str]) -> int:
-    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if spec.names.get(role) is not None)
+def _norms(spec: DecoderSpec, names: Names, roles: Iterable[str]) -> int:
+    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if names.get(role) is not None)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:
@@ -151,6 +169,12 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
         ranks = (mixer.decay_rank, mixer.rate_rank, mixer.gate_rank, mixer.value_rank)
         low = sum(_linear(rank, values, True) + hidden * rank for rank in ranks if rank) - values  # no bias of gates
         return 4 * hidden * values + 7 * hidden + 5 * values + low
+    if isinstance(mixer, ShortConvSpec):
+        return (
+            _linear(hidden, 3 * channels, mixer.bias)
+            + channels * (mixer.conv_width + mixer.bias + hidden)
+            + (hidden * mixer.bias)
+        )
     assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
     if mixer.projections == "kimi":
@@ -163,13 +187,18 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     dim = mixer.head_dim
     heads = len(mine.heads)
     kv_heads = len(mine.kv_heads)
-    outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
-    total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
-    total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
+    value_dim = mixer.value_dim or dim
+    gates = heads if mixer.output_gate == "by_head" else heads * dim
+    outputs = heads * dim + (gates if mixer.output_gate else 0)
+    if mixer.source is None:
+        outputs += kv_heads * (dim if mixer.values_are_keys else dim + value_dim)
+    total = _linear(mixer.input_size or mixer.hidden_size, outputs, mixer.qkv_bias)
+    total += heads * value_dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
     if mixer.sub_norm is not None:
         total += _norm(mixer.sub_norm, heads * dim)
     if mixer.qk_norm is not None:
-        total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
+        both = 2 if mixer.source is None else 1
+        total += _norm(mixer.qk_norm, dim * (both if mixer.qk_norm_over == "head" else heads + kv_heads))
     return total + (heads if mixer.sinks else 0)
 
 

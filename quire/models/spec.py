@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
-from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec
+from quire.layers.specs import AltUpSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
 from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
-CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec
-MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
+CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
+MixerSpec = CachedSpec | HybridSpec  # decoder_layers.MIXERS names the layer that implements each kind
+Residual = Literal[
+    "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled", "altup"
+]
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
 Names = Mapping[str, str | None]
@@ -37,8 +40,9 @@ class DecoderSpec:
     embedding. residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from
     the same input ("parallel"), with the norm after the sum ("post_norm"), with cross-attention between both ("cross",
     or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
-    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has
-    the norms that `names` contains.
+    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). With
+    "scaled", a branch with the layer's own embeddings may follow, and the stream is multiplied by a factor of the layer
+    (Gemma 4). With "altup", there are several streams (Gemma 3n). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
@@ -47,7 +51,9 @@ class DecoderSpec:
     has no logits. chunks: for each layer, the tokens of a chunk of the text; a query attends only within its chunk
     (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
-    head uses the embedding table; None if it does only in checkpoints without a head.
+    head uses the embedding table; None if it does only in checkpoints without a head. layer_names: changes to `names`
+    in some layers (OLMo Hybrid). per_layer: the embeddings of tokens for each layer, None for none. altup: the streams
+    of "altup".
     """
 
     vocab_size: int
@@ -59,9 +65,9 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted"] = (
-        "sequential"
-    )
+    residual: Literal[
+        "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled"
+    ] = "sequential"
     tie_embeddings: bool | None = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
@@ -77,7 +83,15 @@ class DecoderSpec:
     media: MediaSpec | None = None
     crossed: int = 0
     names: Names = field(default_factory=lambda: NAMES["llama"])
+    layer_names: Mapping[int, Names] = field(default_factory=dict)
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
+
+    def names_in(self, layer: int) -> dict[str, str]:
+        """Return the names of the tensors of a layer, by role."""
+        names = {**self.names, **self.layer_names.get(layer, {})}
+        return {role: name.replace("{i}", str(layer)) for role, name in names.items() if name is not None}
 
     @property
     def has_sections(self) -> bool:
@@ -97,6 +111,10 @@ class DecoderSpec:
 
     def cached_in(self, layer: int) -> Sequence[CachedSpec]:
         """Return the parts of a layer that have an entry in the cache."""
+        return [part for part in self.parts_in(layer) if not isinstance(part, AttentionSpec) or part.source is None]
+
+    def parts_in(self, layer: int) -> Sequence[CachedSpec]:
+        """Return the mixer of a layer, or both parts of a hybrid one."""
         mixer = self.mixers[layer]
         if isinstance(mixer, HybridSpec):
             return mixer.attention, mixer.recurrent
@@ -105,9 +123,12 @@ class DecoderSpec:
     @property
     def indivisible(self) -> list[range]:
         """Return the layers in groups that must stay on one stage: a layer, and the following ones that share its
-        selection."""
-        shared = [isinstance(mixer, LatentAttentionSpec) and mixer.shares_selection for mixer in self.mixers]
-        starts = [layer for layer in range(self.num_layers) if not shared[layer]]
+        selection, or up to the last one that reads its keys and values."""
+        shared = {i for i, mixer in enumerate(self.mixers) if getattr(mixer, "shares_selection", False)}
+        for layer, mixer in enumerate(self.mixers):
+            if isinstance(mixer, AttentionSpec) and mixer.source is not None:
+                shared.update(range(mixer.source + 1, layer + 1))
+        starts = [layer for layer in range(self.num_layers) if layer not in shared]
         return [range(start, stop) for start, stop in pairwise([*starts, self.num_layers])]
 
     @property

@@ -158,7 +158,7 @@ class CapturedForward(Forward):
         try:
             target = self.model.kernels.target
             most = max((size.tokens for size in chain(*self._sizes.values())), default=0)
-            memory = torch.zeros(most, self.model.hidden_size, dtype=target.dtype, device=target.device)
+            memory = torch.zeros(most, self.model.input_size, dtype=target.dtype, device=target.device)
             variants = (False,) if self.model.adapters is None else (False, True)
             sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
             for size in sorted(sizes, reverse=True):

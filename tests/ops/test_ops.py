@@ -246,6 +246,8 @@ def multiply_cases(dtype: torch.dtype) -> Iterator[Arguments]:
             yield x, factor
             yield slice_of_wider(x), factor
         yield x, draw(torch.float32, 2 * dim)[::2]
+        yield slice_of_wider(x), slice_of_wider(draw(dtype, rows, dim))
+        yield x, draw(torch.float32, rows, dim)
 
 
 def lerp_cases(dtype: torch.dtype) -> Iterator[Arguments]:

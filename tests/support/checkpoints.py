@@ -117,16 +117,18 @@ FAMILIES: dict[str, list[str]] = {}  # the variants of each model type, the usua
 for _name, (_kind, _, _) in ALL_VARIANTS.items():
     FAMILIES.setdefault(_kind, []).append(_name)
 
-PLAIN_DOWN = r"fc2|mlp\.c_proj|dense_4h_to_h"  # of MLPs without a gate
+PLAIN_DOWN = r"fc2|fc_out|mlp\.c_proj|dense_4h_to_h|ffn\.down_proj"  # of MLPs without a gate
 EMBEDDINGS = r"embed_(tokens|positions|in)\.|word_embeddings|wte|wpe"
 
 
 def model_class(kind: str) -> Any:
     """(config class, model class) of transformers; imported here because that takes seconds."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Mistral4Config
+    from transformers import Mistral4ForCausalLM as Mistral4
 
     import support.rwkv7  # noqa: F401  registers a family that transformers lacks
 
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4, exist_ok=True)  # transformers' list lacks it
     config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))
     return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
@@ -148,9 +150,10 @@ def scale_weights(model: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     kind, tied = model.config.model_type, model.config.tie_word_embeddings
-    correction = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    drawn = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(drawn)]
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *correction]:
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 noise = 1.5 * noise - 1.5  # some states are forgotten soon, others live for many tokens
@@ -158,9 +161,9 @@ def scale_weights(model: Any, seed: int) -> None:
                 noise *= bias_size(name)
             elif name.endswith("sinks"):
                 noise = 4 + 2 * noise  # among the largest of the scores
-            elif re.search(r"norm|ln_", name):
+            elif re.search(r"norm|ln_|scale$|scalar$", name):
                 noise = norm_size(name, kind) * (1 + 0.3 * noise)
-                if kind.startswith("gemma"):
+                if kind in ("gemma", "gemma2", "gemma3_text"):
                     noise -= 1  # its norms multiply by 1 + weight
             elif tied or not re.search(EMBEDDINGS, name):
                 transposed = kind == "gpt2" and ".h." in name
@@ -175,11 +178,11 @@ def scale_weights(model: Any, seed: int) -> None:
 def bias_size(name: str) -> float:
     if "router" in name:
         return 1
-    return 0.1 if re.search(r"norm|ln_|fc[12]|dense|c_proj|c_fc|out_proj", name) else 0.3
+    return 0.1 if re.search(r"norm|ln_|fc[12]|fc_(in|out)|dense|c_proj|c_fc|out_proj", name) else 0.3
 
 
 def norm_size(name: str, kind: str) -> float:
-    if re.search(r"([qk]|query|key)_(layer)?norm", name):
+    if re.search(r"([qk]|query|key)_(layer)?norm", name) and kind != "gemma4_text":  # whose scores are not scaled down
         return 2  # sharp attention
     if kind.startswith("gemma") and name == "model.norm.weight":
         return 3  # for the small embeddings
@@ -190,7 +193,7 @@ def norm_size(name: str, kind: str) -> float:
 
 def gain(name: str, kind: str) -> float:
     """The size of a weight's outputs if its inputs have size 1."""
-    if re.search(rf"{PLAIN_DOWN}|fc1|c_fc|h_to_4h", name):
+    if re.search(rf"{PLAIN_DOWN}|fc1|fc_in|c_fc|h_to_4h|ffn\.up_proj", name):
         return 2.5
     if kind.startswith("gemma") and re.search(EMBEDDINGS, name):
         return 0.6  # before they are multiplied by the root of hidden_size

@@ -45,7 +45,8 @@ class Division(NamedTuple):
         except ConfigError:
             return False
         by_heads = all(shape.value_dim is None and shape.num_kv_heads % self.pcp == 0 for shape in shapes)
-        return spec.num_layers >= self.pp and (by_heads or self.kind is not HeadwiseAttention)
+        stages = 1 if spec.per_layer is not None else len(spec.indivisible)
+        return stages >= self.pp and (by_heads or self.kind is not HeadwiseAttention)
 
 
 DIVISIONS = {

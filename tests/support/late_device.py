@@ -220,14 +220,15 @@ class _Late:
 
 class LateModel(_Late):
     def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
+        size, dtype = self.real.input_size, self.real.kernels.target.dtype
         return self.stream.launch(lambda: self.real.embed(ids, positions, slots), len(ids), size, dtype=dtype)
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
             return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows, taps)
 
-        return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
+        size = self.real.hidden_size
+        return self.stream.launch(run, len(x if rows is None else rows), size, dtype=x.dtype)
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         size = self.real.vocab_size

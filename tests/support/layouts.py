@@ -122,6 +122,11 @@ def falcon_hub(tensors: Tensors, config: Config) -> Tensors:
     return tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
 
 
+def bloom_hub(tensors: Tensors, config: Config) -> Tensors:
+    """bigscience/bloom-* have the names of the inner model."""
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
 def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
     """EleutherAI/pythia-* have the buffers of earlier attention layers."""
     length = config["max_position_embeddings"]
@@ -207,11 +212,38 @@ def kimi_linear_hub(tensors: Tensors, config: Config) -> Tensors:
     return {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()}
 
 
+def olmo_hybrid_hub(tensors: Tensors, config: Config) -> Tensors:
+    """transformers 5.24 divides the convolution of q, k and v into equal parts, and gives the first norms of layers
+    with attention the names of the others' second ones."""
+    keys = config["linear_num_key_heads"] * config.get("linear_key_head_dim", 12)
+    for i, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{i}."
+        if kind == "full_attention":
+            norm = tensors.pop(f"{prefix}feedforward_layer_norm.weight")
+            tensors[f"{prefix}post_attention_layernorm.weight"] = norm
+            continue
+        names = [f"{prefix}linear_attn.{key}_conv1d.weight" for key in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        tensors.update(zip(names, torch.split(whole, [keys, keys, len(whole) - 2 * keys]), strict=True))
+    return tensors
+
+
+def gemma4_hub(tensors: Tensors, config: Config) -> Tensors:
+    """google/gemma-4-* have unused keys and values in the layers that read those of others."""
+    for i in range(config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.{i}.self_attn.{name}.weight"] = torch.ones(8, 64)
+    return tensors
+
+
 HUB_LAYOUTS = {
+    "gemma4_text": gemma4_hub,
+    "olmo_hybrid": olmo_hybrid_hub,
     "kimi_linear": kimi_linear_hub,
     "rwkv7": rwkv7_hub,
     "gpt2": gpt2_hub,
     "opt": opt_hub,
+    "bloom": bloom_hub,
     "falcon": falcon_hub,
     "gpt_neox": gpt_neox_hub,
     "deepseek_v3": deepseek_v3_hub,

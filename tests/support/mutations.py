@@ -6,12 +6,14 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.layers.attention import Attention
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm
@@ -172,9 +174,21 @@ def one_decay(mixer: Any) -> None:
     mixer.dt_bias.copy_(mixer.dt_bias.view(mixer.num_heads, -1).mean(1).repeat_interleave(mixer.key_dim))
 
 
+def smaller_steps(mixer: Any) -> None:
+    """The steps of a delta rule are at most 1."""
+    mixer.spec = replace(mixer.spec, step_scale=1.0)
+
+
+def next_vectors(model: Decoder) -> None:
+    """Each layer but the last reads the vectors of the next one."""
+    for layer, following in pairwise(model.layers):
+        layer.branch.part = following.branch.part
+
+
 def open_gates(model: Decoder) -> None:
     """The gates of attention let everything pass."""
-    mixers = [layer.mixer for layer in model.layers if getattr(layer.mixer, "output_gate", False)]
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    mixers = [mixer for mixer in mixers if mixer.output_gate or mixer.gates_heads]
     assert mixers
     for mixer in mixers:
         mixer.project = partial(_with_open_gates, mixer.project)

@@ -140,7 +140,8 @@ class References:
         kind, config, _ = ALL_VARIANTS[variant]
         texts = self._texts(variant)
         # transformers' Llama 4 counts padding in the positions by which it makes queries sharper, and its Mamba
-        # with a bias before the convolution reads padding.
-        alone = kind == "llama4_text" or config.get("use_bias") or config.get("mamba_proj_bias")
+        # and LFM2 with a bias before the convolution read padding.
+        biases = ("use_bias", "mamba_proj_bias", "conv_bias")
+        alone = kind in ("llama4_text", "mistral4") or any(config.get(name) for name in biases)
         batches = [[text] for text in texts] if alone else [texts]
         return [c for batch in batches for c in greedy(self.model(variant), batch)]

@@ -6,12 +6,14 @@ from dataclasses import replace
 from quire.layers.attention_spec import IndexerSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.models.architectures.llama import mistral_temperature
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
-def deepseek(config: HfConfig) -> DecoderSpec:
-    is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
-    rotary = rotary_spec(config, config["qk_rope_head_dim"])
+def deepseek(config: HfConfig, mlp: MLPSpec | None = None) -> DecoderSpec:
+    """mlp: of all layers, None for experts."""
+    is_v3 = (config.get("architectures") or [None])[0] != "DeepseekV2ForCausalLM"
+    rotary = rotary_spec(config, config["qk_rope_head_dim"], rotary_dim=config["qk_rope_head_dim"])
     nope = config["qk_nope_head_dim"]
     rope = config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
@@ -30,7 +32,7 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     return decoder_spec(
         config,
         mixer=latent,
-        mlp=mixtures(config, is_v3),
+        mlp=mlp or mixtures(config, is_v3),
         rotary=rotary,
         names=NAMES["deepseek_moe"] | NAMES["deepseek"],
         ignored=with_draft_layers(config),
@@ -82,6 +84,55 @@ def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
     return deepseek({"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1, **config})
 
 
+def mistral4(config: HfConfig) -> DecoderSpec:
+    """Mistral 4 (Mistral Small 4): softmax over the experts, and queries that are scaled with the length of the
+    text."""
+    spec = deepseek({"rms_norm_eps": 1e-6, "norm_topk_prob": True, **config})
+    temperature = mistral_temperature(config)
+
+    def changed(mlp: MLPSpec | MoESpec | None) -> MLPSpec | MoESpec | None:
+        if not isinstance(mlp, MoESpec):
+            return mlp
+        return replace(mlp, scoring="softmax", correction_bias=False, layout="stacked")
+
+    names = {role: NAMES["qwen_moe"][role] for role in ("experts_gate_up", "experts_down")}
+    return replace(
+        spec,
+        mixers=tuple(replace(mixer, temperature=temperature) for mixer in latents(spec)),
+        mlps=tuple(map(changed, spec.mlps)),
+        names={**spec.names, **names},
+    )
+
+
+def youtu(config: HfConfig) -> DecoderSpec:
+    """Youtu-LLM: the attention of DeepSeek-V3, without experts."""
+    mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"))
+    return deepseek({"tie_word_embeddings": True, **config}, mlp)
+
+
+def minicpm3(config: HfConfig) -> DecoderSpec:
+    """MiniCPM3: DeepSeek's attention, without experts, in MiniCPM's parametrization."""
+    hidden = config["hidden_size"]
+    value_dim = config.get("v_head_dim") or hidden // config["num_attention_heads"]
+    own = {"v_head_dim": value_dim, "rope_interleave": False}
+    mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias")))
+    spec = deepseek({"tie_word_embeddings": True, "rms_norm_eps": 1e-5, **config, **own}, mlp)
+    depth = config.get("scale_depth", 1.4)
+    return replace(
+        spec,
+        embedding_scale=config.get("scale_emb", 12),
+        residual_scale=depth / spec.num_layers**0.5 if depth else None,
+        logit_scale=(config.get("dim_model_base") or hidden) / hidden,
+    )
+
+
+def solar_open(config: HfConfig) -> DecoderSpec:
+    """Solar Open: standard attention, and the experts of DeepSeek-V3 in every layer."""
+    config = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "intermediate_size": 0, **config}
+    attention = {"qkv_bias": bool(config.get("attention_bias", False))}
+    return decoder_spec(config, attention=attention, mlp=mixtures(config, is_v3=True), names=NAMES["deepseek_moe"])
+
+
 def dots1(config: HfConfig) -> DecoderSpec:
     """dots.llm1: standard attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
     bias = bool(config.get("attention_bias", False))
@@ -119,9 +170,11 @@ def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
     )
     dense = MLPSpec(config["intermediate_size"], act)
     first = config.get("first_k_dense_replace", 0)
-    every = config.get("moe_layer_freq", 1)
+    every = config.get("moe_layer_freq", 1)  # a list in MiMo-V2, which has mlp_layer_types
     layers = config["num_hidden_layers"]
-    return tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
+    kinds = config.get("mlp_layer_types")
+    sparse = [k == "sparse" for k in kinds] if kinds else [i >= first and i % every == 0 for i in range(layers)]
+    return tuple(experts if is_sparse else dense for is_sparse in sparse)
 
 
 def with_draft_layers(config: HfConfig) -> tuple[str, ...]:

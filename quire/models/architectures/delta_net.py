@@ -1,4 +1,4 @@
-"""Models with the gated delta rule in most layers: Qwen3-Next, Qwen3.5 and Kimi Linear."""
+"""Models with the gated delta rule in most layers: Qwen3-Next, Qwen3.5, OLMo Hybrid and Kimi Linear."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -6,6 +6,7 @@ from typing import Any, Literal
 from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.layers.state_spec import DeltaSpec
+from quire.models.architectures.olmo import olmo2
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
 
 _QWEN = {
@@ -86,6 +87,36 @@ def qwen3_5(config: HfConfig) -> DecoderSpec:
 def qwen3_5_moe(config: HfConfig) -> DecoderSpec:
     config = {**_QWEN, **config}
     return _qwen(config, _experts(config, "stacked"), "separate")
+
+
+def olmo_hybrid(config: HfConfig) -> DecoderSpec:
+    """OLMo-3 with a Gated DeltaNet in most layers. Only these have norms before their branches instead of after."""
+    hidden = config["hidden_size"]
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    attends = [kind == "full_attention" for kind in kinds] if kinds else [i % 4 == 3 for i in range(layers)]
+    rope = config.get("rope_parameters") or {}
+    has_rotary = bool(rope.get("rope_theta") or config.get("rope_theta"))
+    spec = olmo2({"rms_norm_eps": 1e-6, **config}, **({} if has_rotary else {"rotary": None}))
+    key_heads = config.get("linear_num_key_heads") or config["num_attention_heads"]
+    key_dim = config.get("linear_key_head_dim") or int(0.75 * hidden / key_heads)
+    delta = DeltaSpec(
+        hidden,
+        config.get("linear_num_value_heads") or config["num_attention_heads"],
+        key_heads,
+        key_dim,
+        config.get("linear_value_head_dim") or 2 * key_dim,
+        config.get("linear_conv_kernel_dim", 4),
+        NormSpec("rms", 1e-5),
+        step_scale=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
+    )
+    names = NAMES["olmo_hybrid"]
+    return replace(
+        spec,
+        mixers=tuple(mixer if full else delta for mixer, full in zip(spec.mixers, attends, strict=True)),
+        names={**spec.names, **names},
+        layer_names={i: NAMES["olmo_hybrid_delta"] for i in range(layers) if not attends[i]},
+    )
 
 
 def kimi_linear(config: HfConfig) -> DecoderSpec:

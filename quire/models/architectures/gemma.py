@@ -1,10 +1,21 @@
-"""Gemma 1, 2 and 3 (text): norms that keep weight - 1, embeddings scaled by sqrt(hidden_size)."""
+"""Gemma 1, 2, 3 and 4 (text): embeddings scaled by sqrt(hidden_size). The norms of the first three store weight - 1."""
 
 from dataclasses import replace
 from typing import Any
 
-from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+from quire.layers.attention_spec import AttentionSpec
+from quire.layers.rotary_spec import rotary_spec
+from quire.layers.specs import AltUpSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
+from quire.models.spec import (
+    NAMES,
+    Architecture,
+    DecoderSpec,
+    HfConfig,
+    decoder_spec,
+    expert_count,
+    layer_windows,
+    rotary_by_window,
+)
 from quire.multimodal.spec import MediaSpec
 
 _GEMMA3 = {  # defaults of fields that the config does not have
@@ -94,3 +105,179 @@ def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
                 "picture, which see each other"
             )
     return replace(spec, media=media, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))
+
+
+_GEMMA4 = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
+
+
+def gemma4(config: HfConfig) -> DecoderSpec:
+    """Gemma 4: layers with full attention have larger heads, whose values may be their keys. In small models, tokens
+    have embeddings for each layer, and the last layers read the keys and values of earlier ones."""
+    config = {**_GEMMA4, **{name: value for name, value in config.items() if value is not None}}
+    if config.get("use_bidirectional_attention") == "all":
+        raise ValueError("a Gemma 4 that is an encoder is not supported")
+    layers = config["num_hidden_layers"]
+    kinds = list(config.get("layer_types") or [])
+    kinds = kinds or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)]
+    kinds[-1] = "full_attention"
+    mixers = _gemma4_mixers(config, kinds)
+    own = config["hidden_size_per_layer_input"]
+    act = config["hidden_activation"]
+    size = config["intermediate_size"]
+    factor = 2 if config.get("use_double_wide_mlp") else 1
+    narrow, wide = (_gemma4_mlp(config, MLPSpec(size * n, act)) for n in (1, factor))
+    dims = {kind: mixer.head_dim for kind, mixer in zip(kinds, mixers, strict=True)}
+    rotary = {kind: rotary_spec(config, dim, kind) for kind, dim in dims.items()}
+    return decoder_spec(
+        config,
+        mixer=tuple(mixers),
+        mlp=tuple(narrow if mixer.source is None else wide for mixer in mixers),
+        norm=NormSpec("rms", config["rms_norm_eps"], wide=True),
+        rotary=tuple(rotary[kind] for kind in kinds),
+        windows=tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds),
+        embedding_scale=config["hidden_size"] ** 0.5,
+        logit_soft_cap=config.get("final_logit_softcapping"),
+        names=NAMES["sandwich_norms"] | NAMES["gemma4"],
+        residual="scaled",
+        ignored=(r"rotary_emb\.inv_freq$", *_unused(mixers)),
+        per_layer=PerLayerSpec(own, config.get("vocab_size_per_layer_input") or config["vocab_size"], act)
+        if own
+        else None,
+    )
+
+
+def _gemma4_mlp(config: HfConfig, dense: MLPSpec) -> MLPSpec | MoESpec:
+    if not config.get("enable_moe_block"):
+        return dense
+    return MoESpec(
+        expert_count(config),
+        config["top_k_experts"],
+        config["moe_intermediate_size"],
+        dense.activation,
+        shared=dense,
+        layout="stacked",
+        apart=True,
+    )
+
+
+def _gemma4_mixers(config: HfConfig, kinds: list[str]) -> list[AttentionSpec]:
+    layers = len(kinds)
+    bias = bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config["rms_norm_eps"], wide=True)
+    keys_only = bool(config.get("attention_k_eq_v", False))
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    wide = {"head_dim": config["global_head_dim"]}
+    if keys_only and config.get("num_global_key_value_heads"):
+        wide["num_key_value_heads"] = config["num_global_key_value_heads"]
+    saved = config.get("per_layer_config")  # of transformers
+    first = layers - config.get("num_kv_shared_layers", 0)
+    mixers = []
+    for i, kind in enumerate(kinds):
+        is_full = kind == "full_attention"
+        own = (saved.get(str(i)) or {}) if saved is not None else wide if is_full else {}
+        mixers.append(
+            AttentionSpec(
+                config["hidden_size"],
+                heads,
+                own.get("num_key_value_heads") or kv_heads,
+                own.get("head_dim") or config["head_dim"],
+                bias,
+                bias,
+                qk_norm=norm,
+                scale=1.0,
+                value_norm=NormSpec("rms", config["rms_norm_eps"], affine=False),
+                values_are_keys=keys_only and is_full,
+                source=None if i < first else max(j for j in range(first) if kinds[j] == kind),
+            )
+        )
+    return mixers
+
+
+def gemma4_multimodal(config: HfConfig) -> DecoderSpec:
+    """The text model of a published Gemma 4 checkpoint. The weights of its towers are ignored."""
+    return _text_model(config, gemma4)
+
+
+_GEMMA3N = {
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "num_kv_shared_layers": 15,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def gemma3n(config: HfConfig) -> DecoderSpec:
+    """Gemma 3n: several residual streams, embeddings of tokens for each layer, and sparse gates in the first layers."""
+    config = {**_GEMMA3N, **config}
+    if config.get("altup_active_idx", 0):
+        raise ValueError("a Gemma 3n with altup_active_idx other than 0 is not supported")
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers)
+    ]
+    mixers = _gemma4_mixers({**config, "global_head_dim": config["head_dim"]}, list(kinds))
+    sizes = config["intermediate_size"]
+    sizes = sizes if isinstance(sizes, list) else [sizes] * layers
+    sparse = 10 if layers > 10 else 0
+    shares = config.get("activation_sparsity_pattern")
+    shares = [0.95] * sparse + [0.0] * (layers - sparse) if shares is None else shares
+    act = config["hidden_activation"]
+    windows = layer_windows({**config, "layer_types": kinds})
+    return decoder_spec(
+        {**config, "intermediate_size": sizes[0]},
+        mixer=tuple(mixers),
+        mlp=tuple(MLPSpec(size, act, sparsity=share) for size, share in zip(sizes, shares, strict=True)),
+        norm=NormSpec("rms", config["rms_norm_eps"], wide=True),
+        rotary=rotary_by_window(config, windows),
+        windows=windows,
+        embedding_scale=config["hidden_size"] ** 0.5,
+        logit_soft_cap=config["final_logit_softcapping"],
+        names=NAMES["sandwich_norms"] | NAMES["gemma4"] | NAMES["gemma3n"],
+        residual="altup",
+        ignored=(r"rotary_emb\.inv_freq$", *_unused(mixers)),
+        per_layer=PerLayerSpec(config["hidden_size_per_layer_input"], config["vocab_size_per_layer_input"], act),
+        altup=AltUpSpec(
+            config.get("altup_num_inputs", 4),
+            bool(config.get("altup_correct_scale", True)),
+            config.get("laurel_rank", 64),
+        ),
+    )
+
+
+def gemma3n_multimodal(config: HfConfig) -> DecoderSpec:
+    """The text model of a published Gemma 3n checkpoint. The weights of its towers are ignored."""
+    return _text_model(config, gemma3n)
+
+
+def _text_model(config: HfConfig, architecture: Architecture) -> DecoderSpec:
+    shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+    spec = architecture({**shared, **config["text_config"]})
+    ignored = r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector)\."
+    return replace(spec, ignored=(*spec.ignored, ignored))
+
+
+def _unused(mixers: list[AttentionSpec]) -> tuple[str, ...]:
+    """Return patterns of the keys and values that checkpoints have in layers that read those of others."""
+    readers = "|".join(str(i) for i, mixer in enumerate(mixers) if mixer.source is not None)
+    return (rf"\.layers\.({readers})\.self_attn\.[kv]_(proj|norm)\.",) if readers else ()

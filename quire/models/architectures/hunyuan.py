@@ -1,9 +1,11 @@
-"""Tencent's Hunyuan: Llama with norms of queries and keys after their rotation; larger models have experts."""
+"""Tencent's Hunyuan: Llama with norms of queries and keys after their rotation; larger models have experts.
+Hy3 has norms before the rotation, and the experts of DeepSeek-V3."""
 
 from typing import Any
 
 from quire.layers.rotary_spec import RotarySpec, rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.models.architectures.deepseek import mixtures, with_draft_layers
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
 
 
@@ -24,6 +26,24 @@ def hunyuan_moe(config: HfConfig) -> DecoderSpec:
     size, chosen = (value[0] if isinstance(value, list) else value for value in (size, chosen))
     shared = MLPSpec(config["intermediate_size"], act)
     return hunyuan(config, MoESpec(expert_count(config), chosen, size, act, shared=shared))
+
+
+def hy_v3(config: HfConfig) -> DecoderSpec:
+    bias = bool(config.get("attention_bias", False))
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5))
+    experts = {
+        "n_routed_experts": expert_count(config),
+        "n_shared_experts": config.get("num_shared_experts", 1),
+        "routed_scaling_factor": config.get("router_scaling_factor", 2.826),
+    }
+    config = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0, "first_k_dense_replace": 1, **config}
+    return decoder_spec(
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias, "qk_norm": norm},
+        mlp=mixtures({**config, **experts}, is_v3=True),
+        names=NAMES["hunyuan"] | NAMES["hy_v3"],
+        ignored=with_draft_layers(config),
+    )
 
 
 def _rotary(config: HfConfig) -> RotarySpec:

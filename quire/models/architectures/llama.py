@@ -25,12 +25,16 @@ def mistral(config: HfConfig) -> DecoderSpec:
 
 def ministral3(config: HfConfig) -> DecoderSpec:
     """Ministral 3: YaRN, and queries that are scaled with the length of the text."""
+    attention = {"temperature": mistral_temperature(config)}
+    return decoder_spec({"head_dim": 128, **config}, attention=attention, windows=layer_windows(config))
+
+
+def mistral_temperature(config: HfConfig) -> Temperature | None:
+    """Return the temperature in the rotary parameters of a Mistral model."""
     rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     scale = rope.get("llama_4_scaling_beta")
     length = rope.get("original_max_position_embeddings")
-    temperature = Temperature(scale, length) if scale and length else None
-    windows = layer_windows(config)
-    return decoder_spec({"head_dim": 128, **config}, attention={"temperature": temperature}, windows=windows)
+    return Temperature(scale, length) if scale and length else None
 
 
 def arcee(config: HfConfig) -> DecoderSpec:
@@ -85,6 +89,29 @@ def granite(config: HfConfig) -> DecoderSpec:
         residual_scale=config["residual_multiplier"],
         logit_scale=1 / config["logits_scaling"],
     )
+
+
+def hyperclovax(config: HfConfig) -> DecoderSpec:
+    """HyperCLOVA X: Granite with norms after the branches as well."""
+    multipliers = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+    spec = granite({"attention_multiplier": None, **multipliers, **config})
+    spec = replace(spec, logit_scale=config.get("logits_scaling", 1.0))
+    if not config.get("use_post_norm", True):
+        return spec
+    names = {"attention_post_norm": f"{_LAYER}post_norm1", "mlp_post_norm": f"{_LAYER}post_norm2"}
+    return replace(spec, names={**spec.names, **names})
+
+
+def cwm(config: HfConfig) -> DecoderSpec:
+    """Code World Model: three of four layers have a window."""
+    config = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 8192, **config}
+    return replace(llama(config), windows=layer_windows(config, lambda i: i % 4 != 0))
+
+
+def jais2(config: HfConfig) -> DecoderSpec:
+    """Jais 2: layer norms, squared ReLUs without gates, and biases."""
+    spec = arcee({"attention_bias": True, "mlp_bias": True, **config})
+    return replace(spec, norm=NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True))
 
 
 def minicpm(config: HfConfig) -> DecoderSpec:

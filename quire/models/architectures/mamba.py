@@ -192,12 +192,13 @@ _SAME = {"linear_attention": "mamba", "full_attention": "attention"}  # transfor
 
 
 def nemotron_h(config: HfConfig) -> DecoderSpec:
-    """Nemotron-H: each layer is a state-space layer, attention without positions, or an MLP."""
+    """Nemotron-H: each layer is a state-space layer, attention without positions, or an MLP; in Nemotron 3, experts
+    without gates take the place of MLPs."""
     config = {"layer_norm_epsilon": 1e-5, "head_dim": 128, "mlp_hidden_act": "relu2", **config}
     pattern = config.get("hybrid_override_pattern")
     kinds = [_KINDS[c] for c in pattern] if pattern else config.get("layers_block_type") or config["layer_types"]
     kinds = [_SAME.get(kind, kind) for kind in kinds]
-    if unknown := set(kinds) - {"mamba", "attention", "mlp"}:
+    if unknown := set(kinds) - {"mamba", "attention", "mlp", "moe"}:
         raise ValueError(f"Nemotron-H with layers of the kind {unknown.pop()!r} is not supported")
     norm = NormSpec("rms", config["layer_norm_epsilon"])
     bias = bool(config.get("attention_bias", False))
@@ -216,17 +217,41 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
     mlp = MLPSpec(
         config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bool(config.get("mlp_bias", False))
     )
+    experts = _nemotron_experts(config) if "moe" in kinds else None
     spec = decoder_spec(
         {**config, "num_hidden_layers": len(kinds)},
         attention={"qkv_bias": bias, "output_bias": bias},
         norm=norm,
-        mlp=tuple(mlp if kind == "mlp" else None for kind in kinds),
+        mlp=tuple({"mlp": mlp, "moe": experts}.get(kind) for kind in kinds),
         rotary=None,
         residual="single",
         names=NAMES["mamba2"] | NAMES["nemotron_h"],
     )
-    of_kind = {"mamba": state_space, "attention": spec.mixers[0], "mlp": None}
-    return replace(spec, mixers=tuple(of_kind[kind] for kind in kinds), ignored=(*spec.ignored, r"^mtp\."))
+    of_kind = {"mamba": state_space, "attention": spec.mixers[0]}
+    return replace(spec, mixers=tuple(of_kind.get(kind) for kind in kinds), ignored=(*spec.ignored, r"^mtp\."))
+
+
+def _nemotron_experts(config: HfConfig) -> MoESpec:
+    act = config["mlp_hidden_act"]
+    size = config["moe_shared_expert_intermediate_size"]
+    if config.get("mlp_bias"):
+        raise ValueError("a Nemotron 3 whose experts have biases is not supported")
+    return MoESpec(
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        act,
+        scoring="sigmoid",
+        normalize=bool(config.get("norm_topk_prob", True)),
+        scale=config.get("routed_scaling_factor", 1.0),
+        groups=config.get("n_group") or 1,
+        topk_groups=config.get("topk_group") or 1,
+        group_score="two_best",
+        correction_bias=True,
+        shared=MLPSpec(size, act, gated=False),
+        gated=False,
+        latent_size=config.get("moe_latent_size") or 0,
+    )
 
 
 def falcon_h1(config: HfConfig) -> DecoderSpec:

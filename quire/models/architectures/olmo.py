@@ -1,5 +1,5 @@
-"""OLMo and OLMoE. Since OLMo-2, norms come only after the branches, and over all heads of q and of k; OLMo-3 has
-windows in most layers."""
+"""OLMo, OLMoE and FlexOlmo. Since OLMo-2, norms come only after the branches, and over all heads of q and of k; OLMo-3
+has windows in most layers."""
 
 from typing import Any
 
@@ -26,6 +26,19 @@ def olmoe(config: HfConfig) -> DecoderSpec:
     return decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=NAMES["qwen_moe"])
 
 
+def flex_olmo(config: HfConfig) -> DecoderSpec:
+    """OLMo-2 with experts that were trained separately."""
+    mlp = MoESpec(
+        expert_count(config),
+        config.get("num_experts_per_tok", 5),
+        config["intermediate_size"],
+        config.get("hidden_act", "silu"),
+        normalize=bool(config.get("norm_topk_prob", False)),
+    )
+    config = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0, **config}
+    return olmo2(config, mlp=mlp, names=NAMES["qwen_moe"] | NAMES["olmo2"])
+
+
 def _attention(config: HfConfig) -> dict[str, Any]:
     bias = bool(config.get("attention_bias", False))
     return {"qkv_bias": bias, "output_bias": bias, "qkv_clip": config.get("clip_qkv")}
@@ -35,7 +48,7 @@ def olmo2(config: HfConfig, **differences: Any) -> DecoderSpec:
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True)
     bias = bool(config.get("attention_bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm, "qk_norm_over": "all"}
-    return decoder_spec(config, attention=attention, norm=norm, names=NAMES["olmo2"], **differences)
+    return decoder_spec(config, attention=attention, norm=norm, **{"names": NAMES["olmo2"], **differences})
 
 
 def olmo3(config: HfConfig) -> DecoderSpec:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows, rotary_by_window
 
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
@@ -48,16 +48,27 @@ def mimo(config: HfConfig) -> DecoderSpec:
     return replace(spec, ignored=(*spec.ignored, r"^model\.mtp_layers\."))
 
 
-def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) -> DecoderSpec:
+def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None, **differences: Any) -> DecoderSpec:
     bias = bool(config.get("attention_bias", False))
     eps = config.get("rms_norm_eps", 1e-6)
     config = {"head_dim": 128, **config}  # the default if the config has no head_dim
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
-    return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], windows=_windows(config))
+    differences = {"windows": _windows(config), **differences}
+    return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], **differences)
 
 
 def qwen3_moe(config: HfConfig) -> DecoderSpec:
     return qwen3(config, _mlps(config, normalize=False, shared=None))
+
+
+def mellum(config: HfConfig) -> DecoderSpec:
+    """JetBrains' Mellum 2: a Qwen3-MoE whose layers with a window have their own rotary parameters."""
+    config = {"head_dim": 128, **config}
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    windows = layer_windows({"sliding_window": 1024, **config, "layer_types": kinds})
+    dense = [i for i, kind in enumerate(config.get("mlp_layer_types") or ()) if kind == "dense"]
+    mlp = _mlps({**config, "mlp_only_layers": dense}, normalize=True, shared=None)
+    return qwen3(config, mlp, windows=windows, rotary=rotary_by_window(config, windows))
 
 
 def qwen3_vl_moe(config: HfConfig) -> DecoderSpec:

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from quire.models.architectures.deepseek import mistral4
 from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire.models.architectures.gemma import gemma
-from quire.models.architectures.llama import llama, mistral
+from quire.models.architectures.llama import llama, ministral3, mistral
 from quire.models.architectures.qwen import qwen2, qwen3, qwen3_vl_moe
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 from quire.multimodal.spec import MediaSpec
@@ -13,6 +14,8 @@ from quire.multimodal.spec import MediaSpec
 TEXT_MODELS: dict[str, Architecture] = {
     "llama": llama,
     "mistral": mistral,
+    "ministral3": ministral3,
+    "mistral4": mistral4,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma": gemma,

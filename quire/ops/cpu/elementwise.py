@@ -152,11 +152,11 @@ def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
     by_column = 0
     is_wide = True
     if isinstance(factor, Tensor):
-        is_row = factor.dim() == 1
         is_wide = factor.dtype is torch.float32
-        factor = factor.contiguous() if is_row else factor
+        by_column = int(factor.shape[-1] == dim)
+        factor = factor.contiguous() if by_column and factor.stride(-1) != 1 else factor
         factors = factor.data_ptr()
-        by_row, by_column = (0, factor.stride(0)) if is_row else (factor.stride(0), 0)
+        by_row = factor.stride(0) if factor.dim() == 2 else 0
     else:
         number = factor
     kernel("quire_multiply", "iiplllfpllpi")(

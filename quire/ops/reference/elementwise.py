@@ -67,8 +67,8 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
 
 @declare_invariant(*ANYWHERE)
 def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
-    """Multiply x by a number, a row of numbers [dim], or a number for each row [rows, 1], rounded once. x: [rows,
-    dim]."""
+    """Multiply x by a number, a row of numbers [dim], a number for each row [rows, 1], or one for each element [rows,
+    dim], rounded once. x: [rows, dim]."""
     return (x.float() * factor).to(x.dtype)
 
 

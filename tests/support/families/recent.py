@@ -67,6 +67,52 @@ RECENT: dict[str, Variant] = {
         {},
     ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}, {}),
+    "hyperclovax": (
+        "hyperclovax",
+        {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "logits_scaling": 2.0},
+        {},
+    ),
+    "cwm": (
+        "cwm",
+        {"num_hidden_layers": 4, "head_dim": 24, "sliding_window": 20, "rope_parameters": rope(1e6)},
+        {"without": ["layer_types"]},
+    ),
+    "jais2": ("jais2", {"head_dim": 16}, {}),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "num_hidden_layers": 4,
+            "sliding_window": 20,
+            "layer_rope_theta": [500.0, 10_000.0, 10_000.0, 0.0],
+        },
+        {"without": ["layer_types"]},
+    ),
+    "youtu": (
+        "youtu",
+        {
+            **{key: _LATENT[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **{key: _LATENT[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")},
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "tie_word_embeddings": True,
+            "scale_emb": 2.0,
+            "dim_model_base": 96,
+        },
+        {"without": ["v_head_dim"]},
+    ),
 }
 RECENT_EXPERTS: dict[str, Variant] = {
     "ernie4_5_moe": (

@@ -8,6 +8,16 @@ _LONGROPE_SHORT = [1.0, 1.05, 1.1, 1.3, 1.2, 1.6, 1.9, 2.5]
 _LONGROPE_LONG = [1.0, 1.4, 2.2, 3.1, 4.7, 8.0, 15.0, 24.0]
 _LONGROPE = {"short_factor": _LONGROPE_SHORT, "long_factor": _LONGROPE_LONG}
 
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "sliding_window": 20,
+    "layer_types": [LOCAL, GLOBAL] * 2,
+    "tie_word_embeddings": True,
+}
+
 RMS_NORM: dict[str, Variant] = {
     "internlm2": (
         "internlm2",
@@ -258,5 +268,77 @@ RMS_NORM: dict[str, Variant] = {
             "tie_word_embeddings": False,
         },
         {"without": ["no_rope_layers", "layer_types"]},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {**_GEMMA4, "global_head_dim": 24, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"hub_layout": True, "seed": 3},
+    ),
+    "gemma4-values-are-keys": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 20.0,
+            "layer_types": [LOCAL, LOCAL, LOCAL, GLOBAL],
+            "vocab_size": 321,
+        },
+        {"without": ["per_layer_config"], "adds": {"global_head_dim": 32, "num_global_key_value_heads": 1}, "seed": 1},
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        {"seed": 1},
+    ),
+    "gemma4-other-layers": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "num_kv_shared_layers": 3,
+            "global_head_dim": 24,
+            "layer_types": [LOCAL, GLOBAL, LOCAL, LOCAL, LOCAL, GLOBAL],
+        },
+        {"seed": 2},
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0],
+            "rope_parameters": {LOCAL: rope(10_000.0), GLOBAL: rope(1_000_000.0)},
+        },
+        {},
+    ),
+    "gemma3n-other-sizes": (
+        "gemma3n_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [LOCAL] * 4 + [GLOBAL],
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "altup_num_inputs": 3,
+            "altup_correct_scale": False,
+            "intermediate_size": [96, 96, 64, 64, 96],
+            "vocab_size": 330,
+        },
+        {"without": ["layer_types", "activation_sparsity_pattern"], "seed": 1},
     ),
 }

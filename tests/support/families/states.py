@@ -37,6 +37,18 @@ _JAMBA = {
     "num_experts_per_tok": 2,
     "intermediate_size": 40,
 }
+_NEMOTRON3 = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 
 STATES: dict[str, Variant] = {
     "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
@@ -125,6 +137,27 @@ STATES: dict[str, Variant] = {
         },
         {},
     ),
+    "nemotron_h-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON3,
+            "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        {},
+    ),
+    "nemotron_h-latent-experts": (
+        "nemotron_h",
+        {
+            **_NEMOTRON3,
+            "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_latent_size": 40,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
     "falcon_h1": (
         "falcon_h1",
         {
@@ -162,6 +195,85 @@ STATES: dict[str, Variant] = {
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        },
+        {"hub_layout": True},
+    ),
+    "olmo_hybrid-without-rotation": (
+        "olmo_hybrid",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "linear_allow_neg_eigval": False,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "vocab_size": 321,
+        },
+        {"hub_layout": True, "without": ["linear_key_head_dim", "linear_value_head_dim"], "seed": 1},
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+        {"old_rope": True},
+    ),
+    "lfm2-biases": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+    "lfm3": (
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "head_dim": 24,
+            "sliding_window": 20,
+            "tie_word_embeddings": True,
+        },
+        {},
+    ),
+    "lfm3-without-gates": (
+        "lfm3",
+        {
+            "layer_types": ["full_attention", "conv", "sliding_attention"],
+            "head_dim": 16,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "sliding_window": 24,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+        {},
+    ),
     "rwkv7": ("rwkv7", {}, {}),
     "rwkv7-other-widths": (
         "rwkv7",
