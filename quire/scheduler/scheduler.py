@@ -59,8 +59,7 @@ class Scheduler:
     ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request must pass all of them, and `grammars` and
         `adapters`. vocab_size: the number of logits, for `grammars`. tiers: further storage for blocks. mover: copies
-        blocks to and from tiers. connect_engines: creates the connector that exchanges blocks with other engines. None
-        for a feature that the engine does not have."""
+        blocks to and from tiers. connect_engines: creates the connector to other engines. None disables a feature."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -471,8 +470,7 @@ class Scheduler:
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:
-        """Remove a request from the queue or the batch. Its row and blocks are released when no submitted step uses
-        it."""
+        """Remove a request from the queue or the batch. Release its row and blocks once no submitted step uses it."""
         previous = request.status
         request.status = status
         self._is_exhausted = False
