@@ -89,7 +89,7 @@ class EngineCore:
         journal: Path | None = None,
         report_silence: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """lockstep: synchronizes the cores whose replicas share experts with this one. kv_events: publishes prefix-cache
+        """lockstep: synchronizes the cores whose replicas share experts with this one. kv_events: publishes cache
         events. fingerprint: returns that of the KV blocks after the weights have been replaced with those in a folder.
         pinned_share: the fraction of the KV cache that pinned prefixes may use. measurement: measures this machine for
         the next start. journal: see `TrialGate`. report_silence: called with the seconds of silence to expect."""
