@@ -1,6 +1,5 @@
 """Assembles an engine: makes a plan of its parts, and builds a core from the plan."""
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from quire.checkpoints.formats.config import check_format
 from quire.config.conflicts import check
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.engine import EngineConfig
 from quire.config.features import Setup
 from quire.engine.adjustments import adjustments_of
 from quire.engine.core import EngineCore
@@ -113,21 +110,6 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
     if spec.media is None and not config.multimodal.enable_prompt_embeds:
         return None
     return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
-
-
-def take_devices(rank: int, config: EngineConfig) -> None:
-    """Restrict a replica to its own GPUs, which follow those of lower-numbered replicas on this machine. Call it before
-    CUDA is used. Raises ConfigError if there are too few."""
-    count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
-    here = config.layout.here
-    size = config.parallel.ranks
-    if count and len(here) > 1:
-        if count < len(here) * size:
-            option = "data_parallel_size" + ("_local" if config.cluster.data_parallel_size_local is not None else "")
-            raise ConfigError(f"{option}={len(here)} needs {len(here) * size} GPUs, but there are {count}")
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        first = here.index(rank) * size
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
 
 
 _PATIENCE = 3600.0  # seconds to wait for a grammar and those queued before it, in an engine with one user

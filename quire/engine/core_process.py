@@ -20,6 +20,7 @@ import zmq
 from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config.engine import EngineConfig
+from quire.engine.devices import take_devices
 from quire.engine.progress import Beats, Progress
 from quire.kv.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
@@ -88,12 +89,9 @@ def run_core(
             from quire.models.description import describe
 
             max_model_len = describe(directory, config.model).max_model_len
-            from quire.engine.assemble import (  # imports torch, which other processes do not need
-                make_core,
-                take_devices,
-            )
+            take_devices(rank, config)
+            from quire.engine.assemble import make_core  # imports torch, which other processes do not need
 
-        take_devices(rank, config)
         if listener is not None:
             from quire.parallel.mesh import open_meeting
 

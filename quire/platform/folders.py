@@ -20,8 +20,10 @@ def cache_folder() -> Path | None:
 
     None for a user without a home.
     """
-    from platformdirs import user_cache_path  # imported here, since an engine on a GPU does not need the package
-
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # an image for GPUs may lack the package
+        return _base_folder("XDG_CACHE_HOME", ".cache")
     return _of_user(user_cache_path)
 
 
@@ -30,8 +32,10 @@ def state_folder() -> Path | None:
 
     It need not exist. None for a user without a home.
     """
-    from platformdirs import user_state_path
-
+    try:
+        from platformdirs import user_state_path
+    except ImportError:
+        return _base_folder("XDG_STATE_HOME", ".local/state")
     return _of_user(user_state_path)
 
 
@@ -39,6 +43,16 @@ def _of_user(find: Callable[[str], Path]) -> Path | None:
     try:
         folder = find("quire")
     except RuntimeError:  # a user without a home, with a newer platformdirs; an older one leaves "~" in the path
+        return None
+    return folder if folder.is_absolute() else None
+
+
+def _base_folder(variable: str, default: str) -> Path | None:
+    """Return Quire's folder in a base folder of the XDG Base Directory Specification, as platformdirs does on Linux."""
+    base = os.environ.get(variable, "").strip()
+    try:
+        folder = Path(base if os.path.isabs(base) else f"~/{default}", "quire").expanduser()
+    except RuntimeError:  # a user without a home
         return None
     return folder if folder.is_absolute() else None
 

@@ -6,15 +6,19 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quire.config.engine import ConfigError, EngineConfig
-from quire.engine import assemble, cores
+from quire.engine import cores, devices
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
@@ -255,19 +259,50 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch, visible, expected):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = EngineConfig.create(data_parallel_size=2, tensor_parallel_size=2)
-    assemble.take_devices(1, config)
+    devices.take_devices(1, config)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(ConfigError, match="data_parallel_size=3 needs 6 GPUs, but there are 4"):
-        assemble.take_devices(0, EngineConfig.create(data_parallel_size=3, tensor_parallel_size=2))
+        devices.take_devices(0, EngineConfig.create(data_parallel_size=3, tensor_parallel_size=2))
+
+
+def test_replicas_choose_their_gpus_before_cuda_is_initialized(tmp_path):
+    """CUDA reads CUDA_VISIBLE_DEVICES when it is initialized. support/cuda_init writes it down then."""
+    log = tmp_path / "initialized"
+    program = """
+        import asyncio
+        from quire.engine.async_llm import AsyncLLM
+
+        async def main():
+            llm = AsyncLLM(dtype="float32", max_model_len=128, max_num_seqs=4, data_parallel_size=2)
+            await llm.start()
+            await llm.shutdown()
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(program))
+    folder = Path(__file__).parents[1] / "support" / "cuda_init"
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"PYTHONPATH": str(folder), "CUDA_INIT_LOG": str(log)}
+    subprocess.run([sys.executable, str(file)], env=environment, check=True)
+    assert sorted(log.read_text().split()) == ["0", "1"]
+
+
+def test_gpus_are_counted_in_another_process_without_the_management_library(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(devices, "_has_management_library", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA is initialized here"))
+    assert devices._count_gpus() == 0 or torch.version.cuda is not None
 
 
 def test_the_gpus_of_a_machine_are_counted_from_its_first_replica(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     options = {"data_parallel_size_local": 2, "data_parallel_start_rank": 4}
-    assemble.take_devices(5, EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options))
+    devices.take_devices(5, EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     options["data_parallel_size_local"] = 3
     config = EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options)
     with pytest.raises(ConfigError, match="data_parallel_size_local=3 needs 6 GPUs, but there are 4"):
-        assemble.take_devices(4, config)
+        devices.take_devices(4, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,33 @@ def test_a_card_of_amd_is_known_by_its_architecture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     card = card_of(torch.device("cuda", 0))
     assert (card.capability, card.backend, card.warp_size, card.processors) == ("gfx942", "hip", 64, 7)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "program", "processor", "wave"),
+    [
+        ("gfx90a", 64, 64, 64),
+        ("gfx942", 64, 64, 64),
+        ("gfx950", 160, 160, 64),
+        ("gfx1100", 64, 128, 32),
+        ("gfx1201", 64, 128, 32),
+        ("gfx1310", 64, 64, 64),
+    ],
+)
+def test_architectures_of_amd_have_their_own_limits(monkeypatch, architecture, program, processor, wave):
+    found = properties(90, architecture=f"{architecture}:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    card = card_of(torch.device("cuda", 0))
+    assert (card.capability, card.shared_memory >> 10, card.processor_memory >> 10) == (
+        architecture,
+        program,
+        processor,
+    )
+    assert card.warp_size == wave
+    if architecture == "gfx942":
+        assert replace(card, name="", processors=0, memory=0) == replace(
+            CARDS["gfx942"], name="", processors=0, memory=0
+        )
 
 
 def test_the_interpreter_has_one_processor():

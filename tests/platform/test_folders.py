@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def test_only_this_user_can_enter_a_private_folder(monkeypatch, tmp_path):
     folder = folders.private_folder("quire-")
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("base", [None, "", "relative", "/somewhere"])
+def test_the_folders_of_a_user_are_the_same_without_platformdirs(monkeypatch, tmp_path, base):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        if base is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, base)
+    expected = folders.cache_folder(), folders.state_folder()
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert (folders.cache_folder(), folders.state_folder()) == expected
+    assert expected[0] == (Path("/somewhere/quire") if base == "/somewhere" else tmp_path / ".cache" / "quire")
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
@@ -56,6 +71,9 @@ def test_a_user_without_a_home_has_no_folders_in_it(monkeypatch):
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user who is not in /etc/passwd
     assert folders.cache_folder() is None
     assert folders.state_folder() is None
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "platformdirs", None)
+        assert folders.cache_folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert folders.cache_folder() == Path("/somewhere/quire")
     with pytest.raises(ModelNotFoundError, match="'~/model': no such file"):

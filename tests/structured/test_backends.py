@@ -128,3 +128,13 @@ def test_a_back_end_that_is_not_installed_is_named_at_the_start(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install .*\[xgrammar\]"):
         check_backend({"backend": "xgrammar"})
     assert find_spec("llguidance") is not None
+
+
+def test_the_default_back_end_is_needed_only_for_a_grammar(monkeypatch, tokenizer):
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    check_backend({})
+    check_backend({"backend": "auto"})
+    with pytest.raises(ConfigError, match="pip install llguidance"):
+        check_backend({"backend": "guidance"})
+    with pytest.raises(ConfigError, match="pip install llguidance"):
+        load_backend({}, Vocabulary(tokenizer, tokenizer.vocab_size, [EOS]))

@@ -65,6 +65,17 @@ CARDS = {
     ),
 }
 
+# The limits of AMD's architectures, by the beginning of their names: bytes of LDS that a program can use, bytes of LDS
+# of a processor (for RDNA a workgroup processor), threads of a wave, and waves of a processor. The longest beginning
+# counts.
+_AMD = {
+    "gfx9": (64 * _KIB, 64 * _KIB, 64, 32),  # CDNA 1 to 3, Vega
+    "gfx950": (160 * _KIB, 160 * _KIB, 64, 32),  # CDNA 4
+    "gfx10": (64 * _KIB, 128 * _KIB, 32, 64),  # RDNA 1 and 2
+    "gfx11": (64 * _KIB, 128 * _KIB, 32, 64),  # RDNA 3
+    "gfx12": (64 * _KIB, 128 * _KIB, 32, 64),  # RDNA 4
+}
+
 
 @cache
 def card_of(device: torch.device) -> Card:
@@ -79,13 +90,7 @@ def card_of(device: torch.device) -> Card:
     found: Any = torch.cuda.get_device_properties(device)
     architecture = getattr(found, "gcnArchName", "").partition(":")[0]
     if architecture.startswith("gfx"):
-        return replace(
-            CARDS["gfx942"],
-            name=found.name,
-            capability=architecture,
-            processors=found.multi_processor_count,
-            memory=found.total_memory,
-        )
+        return _amd_card(architecture, found)
     capability = 10 * found.major + found.minor
     known = {card.capability: card for card in CARDS.values() if isinstance(card.capability, int)}
     nearest = max((number for number in known if number <= capability), default=min(known))
@@ -96,5 +101,23 @@ def card_of(device: torch.device) -> Card:
         shared_memory=found.shared_memory_per_block_optin,
         processor_memory=found.shared_memory_per_multiprocessor,
         registers=found.regs_per_multiprocessor,
+        memory=found.total_memory,
+    )
+
+
+def _amd_card(architecture: str, found: Any) -> Card:
+    """Return the card of AMD's architecture with torch's properties of the device. An unknown architecture gets the
+    smallest limits."""
+    beginning = max((name for name in _AMD if architecture.startswith(name)), key=len, default="gfx9")
+    program, processor, wave, waves = _AMD[beginning]
+    return replace(
+        CARDS["gfx942"],
+        name=found.name,
+        capability=architecture,
+        processors=found.multi_processor_count,
+        shared_memory=program,
+        processor_memory=processor,
+        warp_size=getattr(found, "warp_size", wave),
+        warps=waves,
         memory=found.total_memory,
     )

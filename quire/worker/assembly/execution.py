@@ -143,7 +143,8 @@ def _forward(
 def _captured(
     config: EngineConfig, mesh: Mesh, model: Model, backends: list[CacheBackend], staging: Staging, parts: ForwardParts
 ) -> CapturedForward:
-    most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
+    batch = staging.batch
+    most_tokens = min(config.scheduler.tokens_of_a_step(gpu=True), len(batch.num_tokens) * batch.max_model_len)
     speculation = config.scheduler.speculation
     drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
     return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, parts, config.kernels)
