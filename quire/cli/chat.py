@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     terminal = Terminal(arguments.plain, not arguments.no_history)
     options = engine_options(arguments)
     with quick_imports():
+        import quire.engine.before_torch  # noqa: F401  # while torch's library is being loaded
         from quire.config.engine import EngineConfig
         from quire.engine.frontend import Frontend
         from quire.models.heads.resolve import with_files

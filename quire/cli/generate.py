@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError('no prompt; try: quire generate "Once upon a time"')
         prompt = sys.stdin.read().rstrip("\n")
     with quick_imports():
+        import quire.engine.before_torch  # noqa: F401  # while torch's library is being loaded
         from quire.config.engine import EngineConfig
         from quire.engine.frontend import Frontend
         from quire.models.heads.resolve import with_files

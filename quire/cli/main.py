@@ -36,6 +36,8 @@ COMMANDS = {  # the modules of this package by the names of commands
     ("top",): "top",
     ("completion",): "completion",
 }
+_WITH_TORCH = {"generate", "chat"}  # commands whose engine runs in this process
+_HELP = {"-h", "--help", "--help-all"}
 
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
@@ -70,6 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         from quire.cli.completion import complete
 
         complete(build_parser)
+    if argv and argv[0] in _WITH_TORCH and _HELP.isdisjoint(argv):
+        from quire.platform.torch_import import load_library
+
+        load_library()
     parser = build_parser(argv[0] if argv else None)
     arguments = parser.parse_args(argv)
     if arguments.run is None:

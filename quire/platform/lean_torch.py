@@ -1,13 +1,14 @@
-"""Imports torch without a module that only torch's compiler needs and that takes a quarter of the import time.
+"""Imports torch without modules that inference does not need and that take a third of the import time.
 
-The module is torch._meta_registrations: the operators' implementations for tensors without memory. It is imported on
-first access to its content, and before any module that depends on it. Untested versions of torch, and copies with
-different files, are imported as usual.
+Most of them are packages for training. torch._meta_registrations contains the operators' implementations for tensors
+without memory, which only torch's compiler needs. All of them are imported on first access to the content of any, and
+before any module that depends on them. Untested versions of torch, and copies with different files, are imported as
+usual.
 """
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -22,7 +23,22 @@ else:
 OLDEST = (2, 11)  # the versions that were tested
 NEWEST = (2, 13)
 
-_DEFERRED = "torch._meta_registrations"
+_META = "torch._meta_registrations"
+_DEFERRED = (  # in the order in which torch imports them
+    "torch.utils.data",
+    "torch.distributions",
+    "torch.optim",
+    "torch.profiler",
+    "torch.ao",
+    "torch.nn.intrinsic",
+    "torch.nn.qat",
+    "torch.nn.quantizable",
+    "torch.nn.quantized",
+    "torch.quantization",
+    "torch.quasirandom",
+    "torch.masked",
+    _META,
+)
 _DEPENDENT = {
     "torch._decomp",
     "torch._dynamo",
@@ -39,13 +55,13 @@ _GENERATORS = "torch._C._set_generator_metaclass("
 
 
 def prepare() -> None:
-    """Defer the module. Call it only in Quire's own processes. It has no effect once torch is imported."""
+    """Defer the modules. Call it only in Quire's own processes. It has no effect once torch is imported."""
     if "torch" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def can_defer(folder: Path) -> bool:
-    """Whether the torch in this folder is one whose module can be deferred."""
+    """Whether the torch in this folder is one whose modules can be deferred."""
     try:
         version = _VERSION.search((folder / "version.py").read_text())
         if version is None or not OLDEST <= (int(version[1]), int(version[2])) <= NEWEST:
@@ -64,12 +80,14 @@ def _stop() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
-def _import_deferred() -> ModuleType:
-    """Import the deferred module and its dependencies, in the order that torch intends."""
-    if isinstance(sys.modules.get(_DEFERRED), _Placeholder):
-        del sys.modules[_DEFERRED]
-        _stop()
-    return import_module(_DEFERRED)
+def _import_deferred() -> None:
+    """Import the deferred modules and their dependencies, in the order that torch intends."""
+    _stop()
+    waiting = [name for name in _DEFERRED if isinstance(sys.modules.get(name), _Placeholder)]
+    for name in waiting:
+        del sys.modules[name]
+    for name in waiting:
+        import_module(name)
 
 
 def _allow_generators() -> None:
@@ -81,14 +99,29 @@ def _allow_generators() -> None:
 
 
 class _Placeholder(ModuleType):
+    """Stands for a deferred module. Code that got it before the module was imported can still use it."""
+
+    def _module(self) -> ModuleType:
+        _import_deferred()
+        return import_module(self.__name__)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # requested by tools that inspect all modules
             raise AttributeError(name)
-        return getattr(_import_deferred(), name)
+        return getattr(self._module(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._module(), name, value)
+
+    def __dir__(self) -> Iterable[str]:
+        return dir(self._module())
 
 
 class _Finder:
-    """Defers the module, and detects when another module needs it."""
+    """Defers the modules, and detects when another module needs them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -97,16 +130,25 @@ class _Finder:
             spec = PathFinder.find_spec(name, path)
             if spec is None or spec.origin is None or not can_defer(Path(spec.origin).parent):
                 _stop()
-        elif name == _DEFERRED:
-            _allow_generators()
-            return ModuleSpec(name, _Existing(_Placeholder(name)))
-        elif name in _DEPENDENT and _DEFERRED in sys.modules:
+        elif name in _DEFERRED:
+            if name == _META:
+                _allow_generators()
+            return _placeholder(name, path)
+        elif (name in _DEPENDENT and _META in sys.modules) or name.rpartition(".")[0] in _DEFERRED:
             _import_deferred()
             if (module := sys.modules.get(name)) is not None:
                 spec = ModuleSpec(name, _Existing(module), is_package=hasattr(module, "__path__"))
                 module.__spec__ = spec  # importlib uses it instead of the returned one
                 return spec
         return None
+
+
+def _placeholder(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    if (real := PathFinder.find_spec(name, path)) is None:
+        return None
+    spec = ModuleSpec(name, _Existing(_Placeholder(name)))
+    spec.submodule_search_locations = real.submodule_search_locations
+    return spec
 
 
 class _Existing(Loader):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, models
 from tokenizers import Tokenizer as Backend
 
+from quire.text.kept_arrays import kept_arrays
 from quire.text.strings import Places, Strings
 
 _MOST_CHARACTERS = 20_000  # of all texts that are encoded with small vocabularies
@@ -37,33 +38,43 @@ class ListedMerges:
 
     def __init__(self, tokens: Strings, merges: Strings) -> None:
         self._merges = merges
-        stops = merges.starts + merges.lengths
-        spaces = np.append(np.flatnonzero(merges.data == ord(" ")), len(merges.data))
-        cuts = spaces[np.searchsorted(spaces, merges.starts)] if len(merges) else merges.starts
-        if len(wrong := np.flatnonzero(cuts >= stops)):
-            raise ValueError(f"{merges[int(wrong[0])]!r} is no merge of two tokens")
-        order = np.argsort(merges.starts)  # the data without spaces contains the results
-        kept = np.ones(len(merges.data), bool)
-        kept[cuts] = False
-        moved = np.empty(len(merges), np.int64)
-        moved[order] = np.arange(len(merges))
-        results = tokens.find(Strings(merges.data[kept], merges.starts - moved, merges.lengths - 1))
-        if len(wrong := np.flatnonzero(results < 0)):
-            left, _, right = merges[int(wrong[0])].partition(" ")
-            raise ValueError(f"{left} and {right} are to be merged, but {left}{right} is no token")
-        for part in (
-            Strings(merges.data, merges.starts, cuts - merges.starts),
-            Strings(merges.data, cuts + 1, stops - cuts - 1),
-        ):
-            if len(wrong := np.flatnonzero(tokens.find(part) < 0)):
-                raise ValueError(f"{part[int(wrong[0])]!r} is to be merged, but is no token")
-        self._ranks = np.argsort(results, kind="stable")  # by result
-        self._first = np.searchsorted(results[self._ranks], np.arange(len(tokens) + 1))
+        sources = [part for strings in (tokens, merges) for part in (strings.data, strings.starts, strings.lengths)]
+        lengths = len(merges), len(tokens) + 1
+        self._ranks, self._first = kept_arrays("merges 1", sources, lengths, lambda: _by_result(tokens, merges))
 
     def into(self, ids: npt.NDArray[np.int64]) -> list[tuple[str, str]]:
         ranges = [self._ranks[self._first[i] : self._first[i + 1]] for i in ids.tolist()]
         ranks = np.sort(np.concatenate(ranges)) if ranges else np.empty(0, np.int64)
         return [(left, right) for left, _, right in (text.partition(" ") for text in self._merges.pick(ranks))]
+
+
+def _by_result(tokens: Strings, merges: Strings) -> tuple[Places, Places]:
+    """Return the ranks of all merges in order of the resulting tokens' ids, and the index of the first for each id.
+
+    Raises ValueError for a merge that is not two tokens, or whose result is not a token.
+    """
+    stops = merges.starts + merges.lengths
+    spaces = np.append(np.flatnonzero(merges.data == ord(" ")), len(merges.data))
+    cuts = spaces[np.searchsorted(spaces, merges.starts)] if len(merges) else merges.starts
+    if len(wrong := np.flatnonzero(cuts >= stops)):
+        raise ValueError(f"{merges[int(wrong[0])]!r} is no merge of two tokens")
+    order = np.argsort(merges.starts)  # the data without spaces contains the results
+    kept = np.ones(len(merges.data), bool)
+    kept[cuts] = False
+    moved = np.empty(len(merges), np.int64)
+    moved[order] = np.arange(len(merges))
+    results = tokens.find(Strings(merges.data[kept], merges.starts - moved, merges.lengths - 1))
+    if len(wrong := np.flatnonzero(results < 0)):
+        left, _, right = merges[int(wrong[0])].partition(" ")
+        raise ValueError(f"{left} and {right} are to be merged, but {left}{right} is no token")
+    for part in (
+        Strings(merges.data, merges.starts, cuts - merges.starts),
+        Strings(merges.data, cuts + 1, stops - cuts - 1),
+    ):
+        if len(wrong := np.flatnonzero(tokens.find(part) < 0)):
+            raise ValueError(f"{part[int(wrong[0])]!r} is to be merged, but is no token")
+    ranks = np.argsort(results, kind="stable")
+    return ranks, np.searchsorted(results[ranks], np.arange(len(tokens) + 1))
 
 
 class ScoredMerges:

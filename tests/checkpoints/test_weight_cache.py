@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import quire.checkpoints.packed.cache
 from quire.checkpoints.packed import packed_file
-from quire.checkpoints.packed.folder import NoRoomError, WeightFolder
 from quire.checkpoints.packed.forms import FormError, decode, encode
 from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.llm import LLM
 from quire.ops.cpu.build import library
 from quire.platform.folders import cache_folder
+from quire.platform.kept_files import KeptFiles, NoRoomError
 from quire.worker.resident_memory import _tensors
 from support.checkpoints import FAMILIES, write_checkpoint
 from support.engines import generate, loaded_by, logits_of_ranks, make_llm, runner_of, tokens_of, workers_of_ranks
@@ -323,7 +323,7 @@ def test_a_read_only_folder_is_read(folder, checkpoints):
 
 
 def test_a_full_disk_does_no_harm(folder, checkpoints, caplog, monkeypatch):
-    monkeypatch.setattr("quire.checkpoints.packed.folder._SPARE", 1 << 60)
+    monkeypatch.setattr("quire.platform.kept_files._SPARE", 1 << 60)
     with caplog.at_level("INFO"):
         assert generate(start(checkpoints.path("llama")), TEXTS)
     assert "no room" in caplog.text
@@ -333,7 +333,7 @@ def test_a_full_disk_does_no_harm(folder, checkpoints, caplog, monkeypatch):
 def test_a_disk_that_becomes_full_leaves_nothing_behind(tmp_path):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    weights = WeightFolder(tmp_path, 1 << 30)
+    weights = KeptFiles(tmp_path, 1 << 30)
 
     def write(handle: int) -> None:
         with open("/dev/full", "wb", buffering=0) as full:
@@ -353,12 +353,12 @@ def test_the_limit_can_be_chosen(folder, checkpoints, caplog):
         EngineConfig.create(weight_cache_size=0)
 
 
-def fill(weights: WeightFolder, name: str, size: int) -> bool:
+def fill(weights: KeptFiles, name: str, size: int) -> bool:
     return weights.write(name, size, lambda handle: os.ftruncate(handle, size))
 
 
 def test_what_was_not_used_for_the_longest_time_makes_room(tmp_path):
-    weights = WeightFolder(tmp_path, 100)
+    weights = KeptFiles(tmp_path, 100)
     for name, time in (("old", 1), ("used", 2), ("new", 3)):
         fill(weights, name, 30)
         os.utime(tmp_path / f"{name}.weights", (time, time))
@@ -380,7 +380,7 @@ def test_a_deleted_file_stays_readable_for_who_has_it(folder, checkpoints):
 
 
 def test_what_a_killed_process_left_is_deleted(tmp_path):
-    weights = WeightFolder(tmp_path, 1000)
+    weights = KeptFiles(tmp_path, 1000)
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.part").write_bytes(b"half")
     with (tmp_path / "c.part").open("rb") as written:  # another process is at it
@@ -393,7 +393,7 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
 
 def test_a_file_may_be_taken_for_abandoned_before_it_is_locked(tmp_path):
     """Another process that makes room deletes it, and it is written nevertheless."""
-    weights, unfinished = WeightFolder(tmp_path, 1000), tmp_path / "a.part"
+    weights, unfinished = KeptFiles(tmp_path, 1000), tmp_path / "a.part"
     with unfinished.open("w") as deleted:
         fcntl.flock(deleted, fcntl.LOCK_SH)
         writer = threading.Thread(target=fill, args=(weights, "a", 10))
@@ -408,7 +408,7 @@ def test_all_files_of_processes_that_start_at_once_are_written(tmp_path):
 
     def work(name: str) -> None:
         for index in range(50):
-            assert fill(WeightFolder(tmp_path, 1 << 30), f"{name}{index}", 10)
+            assert fill(KeptFiles(tmp_path, 1 << 30), f"{name}{index}", 10)
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(work, "abcd"))
@@ -416,7 +416,7 @@ def test_all_files_of_processes_that_start_at_once_are_written(tmp_path):
 
 def test_processes_that_start_at_once_write_one_file(tmp_path):
     """Each finds that the file is there, or that another process writes it; and only whole files have the name."""
-    weights, written = WeightFolder(tmp_path, 1 << 30), []
+    weights, written = KeptFiles(tmp_path, 1 << 30), []
 
     def write(handle: int) -> None:
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""The deferred module of torch is imported as soon as something needs it, and only known versions of torch defer it."""
+"""torch's deferred modules are imported as soon as something needs one, and only known versions of torch defer them."""
 
 import os
 import subprocess
@@ -16,6 +16,8 @@ from quire.platform import lean_torch
 lean_torch.prepare()
 import torch
 assert "torch._decomp" not in sys.modules
+deferred = [sys.modules[name] for name in lean_torch._DEFERRED]
+assert not any(hasattr(module, "__file__") for module in deferred)
 """
 NEEDS = {
     "reading it": "import torch._meta_registrations as m\nassert callable(m.meta_index_Tensor)",
@@ -36,14 +38,49 @@ NEEDS = {
     "references": "import torch._refs\nassert torch._refs.abs",
     "its neighbours": "import torch.utils._content_store, torch._prims",
     "decompositions": "from torch._decomp import decomposition_table\nassert decomposition_table",
+    "training": (
+        "layer = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(layer.parameters())\n"
+        "layer(torch.ones(2)).sum().backward()\n"
+        "optimizer.step()"
+    ),
+    "a module within a package": "import torch.nn.quantized.dynamic as dynamic\nassert dynamic.Linear(2, 2)",
+    "a part of a package": "from torch.utils.data import TensorDataset\nassert len(TensorDataset(torch.ones(4))) == 4",
+    "a nested package": (
+        "from torch.utils.data.datapipes.iter import IterableWrapper\nassert list(IterableWrapper([1])) == [1]"
+    ),
+    "a reference to it": "from torch import optim\nassert optim.Adam is torch.optim.Adam\nassert 'Adam' in dir(optim)",
+    "changing it": "torch.optim.extra = 3\nassert sys.modules['torch.optim'].extra == 3",
+    "distributions": "assert torch.distributions.Normal(0.0, 1.0).sample().shape == ()",
+    "profiling": "with torch.profiler.profile() as profile:\n    torch.ones(2).sum()\nassert profile.key_averages()",
+    "quantization": "assert torch.ao.quantization.quantize_dynamic(torch.nn.Linear(4, 4))(torch.ones(4)).shape == (4,)",
+    "quantized layers": "assert torch.nn.intrinsic.LinearReLU and torch.nn.qat.Linear and torch.nn.quantizable.LSTM",
+    "masked tensors": "assert torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0).sum() == 2",
+    "quasirandom numbers": "assert torch.quasirandom.SobolEngine(2).draw(3).shape == (3, 2)",
+    "scripts": "assert torch.jit.script(torch.nn.Linear(2, 2))(torch.ones(2)).shape == (2,)",
+    "several threads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "names = ['optim.Adam', 'distributions.Normal', 'ao.quantization.quantize'] * 3\n"
+        "def get(name):\n"
+        "    package, name = name.split('.', 1)\n"
+        "    return getattr(getattr(torch, package), name.split('.')[0])\n"
+        "with ThreadPoolExecutor(9) as threads:\n"
+        "    assert len(set(threads.map(get, names))) == 3"
+    ),
 }
+ALL = """
+for name in lean_torch._DEFERRED:
+    package, _, attribute = name.rpartition(".")
+    assert hasattr(sys.modules[name], "__file__")
+    assert getattr(sys.modules[package], attribute) is sys.modules[name]
+"""
 
 
 @pytest.mark.sampled(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_was_deferred_is_there_when_it_is_needed(need):
-    code = f"{START}{NEEDS[need]}\nassert hasattr(sys.modules['torch._meta_registrations'], '__file__')"
+    code = f"{START}{NEEDS[need]}\n{ALL}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

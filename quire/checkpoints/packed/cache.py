@@ -8,7 +8,6 @@ from functools import cache
 from glob import escape
 from pathlib import Path
 
-from quire.checkpoints.packed.folder import WeightFolder
 from quire.checkpoints.packed.forms import FormError, decode, encode
 from quire.checkpoints.packed.packed_file import StoppedError, read, size_of, write
 from quire.config.engine import EngineConfig
@@ -16,6 +15,7 @@ from quire.layers.build import Builder
 from quire.messages.errors import error_text
 from quire.ops.cpu.build import library
 from quire.platform.folders import cache_folder
+from quire.platform.kept_files import KeptFiles
 
 logger = logging.getLogger("quire")
 
@@ -39,14 +39,14 @@ def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "Weig
     if sum(slot.target.nbytes for slot in builder.slots if slot.is_raw) < WORTHWHILE:
         return None
     return WeightCache(
-        WeightFolder(folder / "weights", options.weight_cache_size), _key(config, directory, builder), builder
+        KeptFiles(folder / "weights", options.weight_cache_size), _key(config, directory, builder), builder
     )
 
 
 class WeightCache:
     """mapped: bytes of the file that contains the weights, 0 if they are not mapped from a file."""
 
-    def __init__(self, folder: WeightFolder, key: str, builder: Builder) -> None:
+    def __init__(self, folder: KeptFiles, key: str, builder: Builder) -> None:
         self._folder = folder
         self._key = key
         self._weights = builder.weights

@@ -1,4 +1,6 @@
-"""The folder of packed weights: files that can be deleted at any time, with a bounded total size."""
+"""A folder of files that later starts use, such as packed weights. They can be deleted at any time, and their total
+size is bounded.
+"""
 
 import contextlib
 import fcntl
@@ -7,32 +9,32 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SUFFIX = ".weights"
 _UNFINISHED = ".part"
 _SPARE = 1 << 30  # bytes of the disk that stay free
 
 
 class NoRoomError(OSError):
-    """The weights do not fit into the folder."""
+    """The file does not fit into the folder."""
 
 
-class WeightFolder:
+class KeptFiles:
     """limit: maximum bytes of all files in the folder. The least recently used files are deleted to make room for new
-    ones.
+    ones. suffix: of the files' names.
 
     Several processes may use the folder. A writer writes a file under a temporary name while holding a lock on it, and
     then renames it. A deleted file stays readable for processes that have it open.
     """
 
-    def __init__(self, path: Path, limit: int) -> None:
+    def __init__(self, path: Path, limit: int, suffix: str = ".weights") -> None:
         self.path = path
         self._limit = limit
+        self._suffix = suffix
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
         """Open a file and mark it as the most recently used. Raises OSError: FileNotFoundError if there is none,
         PermissionError if another user may have written it."""
-        handle = os.open(self.path / (name + SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(self.path / (name + self._suffix), os.O_RDONLY | os.O_CLOEXEC)
         try:
             for info in (os.fstat(handle), self.path.stat()):
                 if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o002:
@@ -45,13 +47,13 @@ class WeightFolder:
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            (self.path / (name + SUFFIX)).unlink()
+            (self.path / (name + self._suffix)).unlink()
 
     def write(self, name: str, size: int, write: Callable[[int], None]) -> bool:
         """Create a file of about `size` bytes with `write`, which receives a handle. Returns False if the file exists
         or another process is writing it. Raises OSError and exceptions of `write`, after removing the partial file."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        whole = self.path / (name + SUFFIX)
+        whole = self.path / (name + self._suffix)
         unfinished = self.path / (name + _UNFINISHED)
         handle = _open_locked(unfinished)
         if handle is None:
@@ -80,7 +82,7 @@ class WeightFolder:
             with contextlib.suppress(FileNotFoundError):
                 if path.suffix == _UNFINISHED and path != own:
                     _delete_if_abandoned(path)
-                elif path.suffix == SUFFIX:
+                elif path.suffix == self._suffix:
                     info = path.stat()
                     files.append((info.st_mtime, info.st_size, path))
         total = sum(size for _, size, _ in files)
