@@ -20,8 +20,8 @@ BOUND = 5e-5  # of the logits' standard deviation
 # float32 is 3.8e-5, 4.9e-5 and 4.0e-5 from itself in float64, and Quire's Granite 2.8e-5.
 # Nemotron's squares make more of it: transformers is 2.7e-4, 1.4e-4 and (Ministral 3) 1.2e-4 from itself in float64.
 # Of the models with a delta rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi
-# Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself, and Mistral 4, whose
-# queries get long, 1.3e-4 and 6.8e-5. Gemma 4 with experts is 1.0e-4 from itself, with shared layers 3.3e-5.
+# Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself. Gemma 4 with experts
+# is 1.0e-4 from itself, with shared layers 3.3e-5.
 NOISY = {
     "gemma2-without-caps": 1.5e-4,
     "deepseek_v3": 1e-4,
@@ -32,7 +32,6 @@ NOISY = {
     "qwen3_5_moe_text": 6e-4,
     "kimi_linear": 1.5e-4,
     "olmo_hybrid": 1e-4,
-    "mistral4": 2.5e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,
 }

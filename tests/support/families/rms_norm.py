@@ -272,7 +272,7 @@ RMS_NORM: dict[str, Variant] = {
     "gemma4": (
         "gemma4_text",
         {**_GEMMA4, "global_head_dim": 24, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        {"hub_layout": True, "seed": 3},
+        {"hub_layout": True, "seed": 1},
     ),
     "gemma4-values-are-keys": (
         "gemma4_text",

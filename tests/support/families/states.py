@@ -146,7 +146,7 @@ STATES: dict[str, Variant] = {
             "topk_group": 1,
             "routed_scaling_factor": 1.5,
         },
-        {},
+        {"seed": 3},
     ),
     "nemotron_h-latent-experts": (
         "nemotron_h",
