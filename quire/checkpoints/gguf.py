@@ -133,8 +133,8 @@ class _Cursor:
         places = np.concatenate(found) - first
         stops = np.append(places[1:], len(data))[: len(places)]
         starts = places + 8
-        for i in range(8):
-            data[places + i] = 0
+        if len(places):  # the lengths are not part of the text
+            np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))[places] = 0
         return Strings(data, starts, stops - starts)
 
     def _lengths(self, count: int) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, the free list, and the map from hashes to blocks."""
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, overload
 
 from quire.messages.engine import EngineCoreRequest
 
@@ -21,17 +21,50 @@ class Block:
         self.next: Block | None = None
 
 
+class Blocks(Sequence[Block]):
+    """All blocks, by id. Each becomes an object on first access: a cache may have hundreds of thousands."""
+
+    def __init__(self, number: int) -> None:
+        self._blocks: list[Block | None] = [None] * number
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        block = self._blocks[index]
+        if block is None:
+            block = self._blocks[index] = Block(range(len(self))[index])
+        return block
+
+
 class FreeList:
     """An intrusive doubly-linked list: take from the front, put at either end, remove from anywhere, all in O(1).
 
-    head <-> blocks without a hash <-> least recently freed <-> ... <-> most recently freed <-> tail
+    head <-> blocks without a hash <-> never taken <-> least recently freed <-> ... <-> most recently freed <-> tail
+
+    The blocks that were never taken are those from the id `_unused` on. One node stands for all of them, except for the
+    null block, which is never free.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._unused = NULL_BLOCK_ID + 1
+        self._never_taken = Block(-1)
         self._head, self._tail = Block(-1), Block(-1)
         self._head.next = self._tail
         self._tail.prev = self._head
         self.length = 0
+        if len(blocks) > self._unused:
+            self.append(self._never_taken)
+            self.length = len(blocks) - self._unused
 
     def append(self, block: Block) -> None:
         assert self._tail.prev is not None
@@ -61,14 +94,28 @@ class FreeList:
         assert self.length, "the free list is empty"
         first = self._head.next
         assert first is not None
+        if first is self._never_taken:
+            return self._first_unused()
         self.remove(first)
         return first
+
+    def _first_unused(self) -> Block:
+        block = self._blocks[self._unused]
+        self._unused += 1
+        if self._unused == len(self._blocks):
+            self.remove(self._never_taken)
+        else:
+            self.length -= 1
+        return block
 
     def __iter__(self) -> Iterator[Block]:
         block = self._head.next
         while block is not self._tail:
             assert block is not None
-            yield block
+            if block is self._never_taken:
+                yield from self._blocks[self._unused :]
+            else:
+                yield block
             block = block.next
 
 
@@ -100,11 +147,9 @@ class BlockPool:
     """`num_blocks` blocks, of which block 0 is the null block and is never handed out."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.blocks = Blocks(num_blocks)
         self.null_block = self.blocks[NULL_BLOCK_ID]
-        self.free_list = FreeList()
-        for block in self.blocks[1:]:
-            self.free_list.append(block)
+        self.free_list = FreeList(self.blocks)
         self.listeners: list[BlockListener] = []
         self._cached: dict[tuple[int, bytes], Block] = {}
 

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +18,8 @@ _STORAGES = {"": "0", "_cells": "1"}
 _BY_TYPE = ("attention",)  # sources that are compiled once for each type and storage, since that takes long
 _KERNEL = re.compile(r"\bvoid (\w+)\(")
 _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
+_kernels_in = cache(_KERNEL.findall)  # by text: several units have the same source, and many the same headers
+_included_by = cache(_INCLUDE.findall)
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ class Unit:
 
     @cached_property
     def kernels(self) -> frozenset[str]:
-        return frozenset(f"{name}{self.suffix}" for name in _KERNEL.findall(self.text))
+        return frozenset(f"{name}{self.suffix}" for name in _kernels_in(self.text))
 
     @property
     def flags(self) -> list[str]:
         """The unit's additional compiler options, which select the type and rename the kernels."""
-        named = [name for name in sorted(_KERNEL.findall(self.text)) if name.startswith("quire_") and self.suffix]
+        named = [name for name in sorted(_kernels_in(self.text)) if name.startswith("quire_") and self.suffix]
         renamed = {f"{name}{end}": f"{name}{self.suffix}{end}" for name in named for end in ("", "_recorded")}
         return [*self.defines, *(f"-D{name}={new}" for name, new in renamed.items())]
 
@@ -78,7 +80,7 @@ def _with_headers(folder: Path, text: str) -> dict[str, str]:
     texts = {"": text}
     found = [text]
     while found:
-        for name in _INCLUDE.findall(found.pop()):
+        for name in _included_by(found.pop()):
             path = folder / name
             if name not in texts and path.is_file():
                 changed = path.stat().st_mtime_ns
