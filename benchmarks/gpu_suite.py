@@ -72,7 +72,7 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
         return _checked(gpu_checks.attention(device, not small))
     if name == "greedy":
         variants: dict[str, dict[str, Any]] = {
-            "graphs": {},
+            "graphs": {"require_cuda_graphs": True},
             "eager": {"enforce_eager": True},
             "one step at a time": {"async_scheduling": False},
             "small chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
@@ -113,6 +113,8 @@ def _engine(
         path = figures.write_shape(Path(folder), shape)
         llm, seconds = figures.start(path, device.type, **options)
         result: dict[str, Any] = {"start_s": seconds, "kv_blocks": llm.core.executor.kv_cache.num_blocks}
+        if device.type == "cuda":
+            result["graphs"] = llm.core.executor.runner.forward.num_graphs
         tell(result)
         each = figures.one_stream(llm, 32 if few else 400)
         read_rate = ceilings.get("read_bytes_s", math.nan)
@@ -122,6 +124,8 @@ def _engine(
         result["failures"] = {
             f"{key} = {result[key]}": f"more than {limit}" for key, limit in LIMITS.items() if result[key] > limit
         }
+        if result.get("graphs") == 0:
+            result["failures"]["graphs"] = "no CUDA graph was captured; see the log"
         kernels = result["kernels"] = {}
         for requests, context, case in ((1, 320, "one stream"), (256, 576, "256 requests")):
             requests, context = (min(requests, 4), 40) if small else (requests, context)

@@ -82,9 +82,9 @@ def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
     )
 
 
-def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Kernel]:
+def decoding_steps(llm: Any, requests: int, context: int, steps: int, trace: Path | None = None) -> list[Kernel]:
     """Return the kernels of a step that decodes one token for each of `requests` requests. context: their average
-    number of tokens.
+    number of tokens. trace: a file for a Chrome trace of the steps.
     """
     from quire import SamplingParams
 
@@ -98,12 +98,14 @@ def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Ke
         for stream in streams:
             next(stream)
     kernels: list[Kernel] = []
-    with profiled(steps, kernels):
+    with profiled(steps, kernels) as profiler:
         for _ in range(steps):
             for stream in streams:
                 next(stream)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     for stream in streams:
         stream.close()
     return kernels

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,3 +42,7 @@ class Profiler:
             SimpleNamespace(name=name, device_type=device_type, time_range=SimpleNamespace(start=i, end=i + 1))
             for i, name in enumerate(names)
         ]
+
+    def export_chrome_trace(self, path: str) -> None:
+        events = [{"name": e.name, "ph": "X", "ts": e.time_range.start, "dur": 1} for e in self.events()]
+        Path(path).write_text(json.dumps({"traceEvents": events}))

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from quire.cli import simulated_gpu as plain
+from quire.cli.simulated_gpu import Graph
 from quire.platform.gpu.cards import Card
 
 
@@ -48,25 +49,29 @@ class TracedStandIn(plain.SimulatedGpu):
 
     @property
     def graph(self) -> type:
-        return type("Graph", (_Graph,), {"_device": self})
+        return type("CUDAGraph", (_TracedGraph,), {"_device": self})
 
 
-class _Graph:
+class _TracedGraph(Graph):
     """Records the launches that it captures. A replay adds them to the device's launches."""
 
-    _device: TracedStandIn  # of a subclass
+    _device: TracedStandIn
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
         self._launches: list[Launch] = []
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().capture_begin(*args, **kwargs)
         self._before = self._device.launches
         self._device.launches = self._launches
 
     def capture_end(self) -> None:
         self._device.launches = self._before
+        super().capture_end()
 
     def replay(self) -> None:
+        super().replay()
         if self._device.launches is not None:
             self._device.launches += self._launches
 

@@ -22,11 +22,28 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from quire.cli.simulated_memory import SimulatedMemory
+from quire.cli.simulated_streams import Streams
 from quire.platform.gpu.cards import Card
 
 _CUDA, _META = 1, 14  # torch's numbers of these types of devices
 _BASE = 2**40  # the address at which every allocation of the stand-in begins, as far as kernels can tell
+
+
+class PinnedMemory:
+    """The host tensors in pinned memory."""
+
+    def __init__(self) -> None:
+        self._tensors = WeakTensorKeyDictionary()
+
+    def add(self, tensor: Tensor) -> Tensor:
+        self._tensors[tensor] = tensor.untyped_storage().data_ptr()
+        return tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._tensors.values()  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -34,7 +51,8 @@ class SimulatedGpu:
     """The activity of the device so far.
 
     num_loaded: kernels that Triton compiled or read from its cache. cache_misses: the names of those that it had to
-    compile. kernels: the launched ones, by hash. waits: how often the host waited for a value.
+    compile. kernels: the launched ones, by hash. waits: how often the host waited for a value. streams: raise an error
+    for what cannot be captured in a graph. memory: None for a device on which everything fits.
     """
 
     card: Card
@@ -42,11 +60,24 @@ class SimulatedGpu:
     cache_misses: list[str] = field(default_factory=list)
     kernels: dict[str, Any] = field(default_factory=dict)
     waits: int = 0
+    streams: Streams = field(default_factory=Streams)
+    pinned: PinnedMemory = field(default_factory=PinnedMemory)
+    memory: SimulatedMemory | None = None
 
     @property
     def graph(self) -> type:
         """The class of the device's graphs."""
-        return _Graph
+        return type("CUDAGraph", (Graph,), {"_device": self})
+
+    @property
+    def free_memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes."""
+        return (self.card.memory, self.card.memory) if self.memory is None else (self.memory.free, self.memory.total)
+
+    def wait(self, reason: str) -> None:
+        """Called when the host waits for a value."""
+        self.waits += 1
+        self.streams.forbid(reason)
 
     def launched(
         self, name: str, arguments: dict[str, Any], grid: tuple[int, ...] = (), kernel: Any = None, result: Any = None
@@ -65,36 +96,52 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.shapes = shapes or FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned = device.pinned
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        aten = torch.ops.aten
-        if func in (aten.pin_memory.default, aten._pin_memory.default):
-            return args[0].clone()
-        if func is aten.is_pinned.default:
-            return False
-        is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
         target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
         if target is not None and target.type == "cuda":
             kwargs["device"] = target = torch.device("cuda", target.index or 0)
+        is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
         if not is_ours and (target is None or target.type != "cuda"):
-            return func(*args, **kwargs)
+            return self._on_host(func, args, kwargs, is_pinned)
         if func.name() in ("aten::to.device", "aten::to.dtype", "aten::to.dtype_layout", "aten::to.other"):
             with self:  # in inference mode, torch does not take these apart by itself
                 return func.decompose(*args, **kwargs)
+        if self.device.streams.checks_work:
+            self._check_work(func, args, kwargs)
+        on_host = self._copy_to_host(func, args, kwargs, target)
+        return self._on_device(func, args, kwargs, target) if on_host is None else on_host
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any, is_pinned: bool) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.pin_memory.default, aten._pin_memory.default):
+            return self._pinned.add(args[0].clone())
+        if func is aten.is_pinned.default:
+            return args[0] in self._pinned
+        if func is aten._to_copy.default and kwargs.get("device") == torch.device("meta"):  # so torch.tensor begins
+            self.device.streams.forbid("a new tensor copies pageable memory")
+        result = func(*args, **kwargs)
+        return self._pinned.add(result) if is_pinned else result
+
+    def _on_device(self, func: Any, args: Any, kwargs: Any, target: torch.device | None) -> Any:
+        aten = torch.ops.aten
         if func is aten.nonzero.default:  # the host finds no element, since values arrive as zeros
-            self.device.waits += 1
+            self.device.wait("the host waits for the number of nonzero elements")
             func = aten.new_empty.default
             args = (args[0], (0, args[0].dim()))
             kwargs = {"dtype": torch.int64}
-        on_host = self._copy_to_host(func, args, kwargs, target)
-        if on_host is not None:
-            return on_host
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             func = aten.empty_like.default
             kwargs = {"dtype": kwargs.get("dtype"), "device": target}
         with self.shapes:
             result = func(*args, **kwargs)
+        if self.device.memory is not None:
+            for tensor in tree_flatten(result)[0]:
+                if isinstance(tensor, FakeTensor):
+                    self.device.memory.hold(tensor)
         if func.namespace == "aten":
             self.device.launched(str(func), {"args": args, **kwargs}, result=result)
         return result
@@ -103,18 +150,32 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the result of an operation that copies values to the host: zeros. None for any other operation."""
         aten = torch.ops.aten
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
-            self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+            if not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
+                self.device.wait("the host waits for a copy")
             return args[0].zero_()
         if func is aten._to_copy.default and target is not None and target.type == "cpu":
-            self.device.waits += not kwargs.get("non_blocking")
+            if not kwargs.get("non_blocking"):
+                self.device.wait("the host waits for a copy")
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is aten.equal.default:  # such as of a checkpoint's order of inputs with the usual order
-            self.device.waits += 1
+            self.device.wait("the host waits for a comparison")
             return True
         if func is aten._local_scalar_dense.default:
-            self.device.waits += 1
+            self.device.wait("the host waits for a value")
             return args[0].dtype.is_floating_point and 0.0
         return None
+
+    def _check_work(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raises RuntimeError if the operation cannot be captured, or if it reports an earlier error."""
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if is_view:
+            return
+        host = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
+        copies = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        for tensor in host if self.device.streams.is_capturing else ():
+            if (copies or tensor.dim()) and tensor not in self._pinned:
+                self.device.streams.forbid(f"{func} copies pageable memory")
+        self.device.streams.submit(str(func))
 
 
 class _Pointer:
@@ -152,32 +213,31 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """A replacement for effects that only a GPU has."""
 
 
-class _Idle:
+class Graph:
+    """A CUDA graph without contents."""
+
+    _device: SimulatedGpu  # of a subclass
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._is_captured = False
 
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._device.streams.begin()
+        if self._device.memory is not None:
+            self._device.memory.is_capturing = True
 
-class _Event(_Idle):
-    """An event of a device whose work is always finished."""
+    def capture_end(self) -> None:
+        memory = self._device.memory
+        if memory is not None:
+            memory.is_capturing = False
+        self._device.streams.end()
+        if memory is not None:
+            memory.add_graph(self)
+        self._is_captured = True
 
-    record = synchronize = wait = _nothing
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        return 1.0  # milliseconds
-
-
-class _Stream(_Event):
-    wait_stream = wait_event = _nothing
-
-    def record_event(self, event: Any = None) -> _Event:
-        return event or _Event()
-
-
-class _Graph(_Idle):
-    capture_begin = capture_end = replay = _nothing
+    def replay(self) -> None:
+        if not self._is_captured:
+            raise RuntimeError("a graph is replayed without a successful capture")
 
 
 class _Generator(torch.Generator):
@@ -207,6 +267,16 @@ def _torch_cuda(device: SimulatedGpu, count: int) -> dict[str, Any]:
     def zero(*args: Any, **kwargs: Any) -> int:
         return 0
 
+    def allocated(*args: Any, **kwargs: Any) -> int:
+        return 0 if device.memory is None else device.memory.allocated
+
+    def peak(*args: Any, **kwargs: Any) -> int:
+        return 0 if device.memory is None else device.memory.peak
+
+    def reset_peak(*args: Any, **kwargs: Any) -> None:
+        if device.memory is not None:
+            device.memory.reset_peak()
+
     return {
         "_lazy_init": _nothing,
         "init": _nothing,
@@ -215,26 +285,21 @@ def _torch_cuda(device: SimulatedGpu, count: int) -> dict[str, Any]:
         "device_count": lambda: count,
         "current_device": zero,
         "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
         "ipc_collect": _nothing,
-        "_sleep": _nothing,
         "set_sync_debug_mode": _nothing,
         "get_device_name": lambda *_: card.name,
         "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: (major, minor),
         "is_bf16_supported": lambda *_: True,
-        "mem_get_info": lambda *_: (card.memory, card.memory),
-        "memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_allocated": zero,
-        "reset_peak_memory_stats": _nothing,
+        "mem_get_info": lambda *_: device.free_memory,
+        "memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": reset_peak,
         "graph_pool_handle": lambda: (0, 0),
-        "Event": _Event,
-        "Stream": _Stream,
         "CUDAGraph": device.graph,
-        "current_stream": lambda *_: _Stream(),
-        "stream": lambda *_: contextlib.nullcontext(),
+        **device.streams.replacements(),
     }
 
 
@@ -306,6 +371,8 @@ def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
         compiled = run(kernel, *pointers, grid=grid, warmup=True, **options)
+        device.streams.load(compiled.hash, kernel.__name__)
+        device.streams.submit(kernel.__name__)
         device.kernels[compiled.hash] = compiled
         names = dict(zip(kernel.arg_names, args, strict=False)) | options
         device.launched(kernel.__name__, names, tuple(grid), compiled)

@@ -21,6 +21,7 @@ class KernelConfig:
     wait_for_kernels: bool = False
     cudagraph_capture_sizes: list[int] = option([])
     max_cudagraph_capture_size: int | None = None
+    require_cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_cudagraph_capture_size", "threads")

@@ -46,6 +46,9 @@ class Device:
         kernels again."""
         raise NotImplementedError
 
+    def forget_graphs(self) -> None:
+        """Free the memory that graphs share. Called when none of them exists any more."""
+
 
 class CudaDevice(Device):
     """A GPU. All work goes through one stream. With pinned memory, the host continues during copies."""
@@ -106,6 +109,10 @@ class CudaDevice(Device):
             graph.capture_end()
         main_stream.wait_stream(self._side)
         return result, graph.replay
+
+    def forget_graphs(self) -> None:
+        self._pool = None
+        torch.cuda.empty_cache()
 
 
 class _Pinned:

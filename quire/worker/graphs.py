@@ -1,10 +1,12 @@
 """Forwards that are recorded once and then replayed without Python: recorded steps on a CPU, CUDA graphs on a GPU."""
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -136,6 +138,7 @@ class CapturedForward(Forward):
         all-reduce."""
         super().__init__(model, backends, parts)
         self.is_only_rank = is_only_rank
+        self._is_required = options.require_cuda_graphs
         self.staging = staging
         most_requests = len(staging.batch.num_tokens)
         self._sizes = graph_sizes(options, most_requests, most_tokens, most_per_request)
@@ -147,37 +150,113 @@ class CapturedForward(Forward):
         found = next((larger for larger in sizes if larger.tokens >= size.tokens), size)
         return found._replace(adapted=size.adapted)
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, the largest first, so that the smaller ones reuse its memory."""
+        """Capture all sizes, the largest first, so that the smaller ones reuse its memory. If memory does not suffice,
+        the larger half of the sizes is left out; such steps run eagerly, since their kernels take longer than launches.
+
+        Raises RuntimeError if nothing can be captured, but graphs are required or other ranks depend on them.
+        """
         started = time.perf_counter()
-        gc.collect()
-        gc.disable()  # a collection that frees device memory during a capture may break the capture
+        every = self._all_sizes()
+        try:
+            with _no_collection(), self._without_layer_marks():
+                captured = self._capture_what_fits(every)
+        except Exception as error:  # Triton raises many kinds of exceptions
+            self._forget_graphs()
+            self._sizes = {0: []}
+            if not self.is_only_rank:
+                raise RuntimeError("the CUDA graphs of several ranks cannot be captured; set enforce_eager") from error
+            if self._is_required:
+                raise RuntimeError(f"the CUDA graphs cannot be captured: {_first_line(error)}") from error
+            logger.warning("Steps run without CUDA graphs: %s", _first_line(error), exc_info=True)
+            return
+        if len(captured) < len(every):
+            kept = {size._replace(adapted=False) for size in captured}
+            self._sizes = {count: [size for size in sizes if size in kept] for count, sizes in self._sizes.items()}
+            logger.warning(
+                "%d of %d CUDA graphs do not fit into the GPU's memory; steps of more than %d tokens run without one. "
+                "Lower gpu_memory_utilization or max_cudagraph_capture_size",
+                len(every) - len(captured),
+                len(every),
+                captured[0].tokens,
+            )
+        if self._graphs:
+            logger.info("CUDA graphs: %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def trial(self) -> int:
+        """Capture three sizes as a trial, without keeping them. Returns an estimate of the bytes that the graphs of all
+        sizes need. All ranks call this together.
+
+        The first graph, the largest, allocates the memory that all of them share. Each further graph adds its result,
+        which grows with its tokens, and a fixed part: those of the second one and of the smallest one are measured.
+        """
+        device = self.staging.device.torch_device
+        free = [_free_memory(device)]
+        sizes = self._all_sizes()
+        with _no_collection(), self._without_layer_marks(), contextlib.suppress(Exception):  # capture() reports it
+            for size in [*sizes[:2], *sizes[2:][-1:]]:
+                self._capture([size])
+                free.append(_free_memory(device))
+        self._forget_graphs()
+        drops = [max(0, before - after) for before, after in itertools.pairwise(free)]
+        if len(drops) < 3:
+            return sum(drops)
+        first, second, smallest = drops
+        growing = max(0, second - smallest)
+        return first + sum(smallest + growing * size.tokens // sizes[1].tokens for size in sizes[1:])
+
+    def _all_sizes(self) -> list[StepSize]:
+        """Return the sizes to capture, the largest first."""
+        variants = (False,) if self.model.adapters is None else (False, True)
+        sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
+        return sorted(sizes, reverse=True)
+
+    def _capture_what_fits(self, sizes: list[StepSize]) -> list[StepSize]:
+        """Capture the sizes that fit into memory. Returns them."""
+        while not self._fit_into_memory(sizes):
+            self._forget_graphs()
+            sizes = sizes[len(sizes) // 2 :]
+        return sizes
+
+    def _fit_into_memory(self, sizes: list[StepSize]) -> bool:
+        """Capture the sizes. Returns False if memory does not suffice for all of them."""
+        try:
+            self._capture(sizes)
+        except torch.OutOfMemoryError:
+            if not self.is_only_rank or len(sizes) == 1:  # other ranks already wait for this rank's part of a step
+                raise
+            return False
+        return True
+
+    def _capture(self, sizes: list[StepSize]) -> None:
+        target = self.model.kernels.target
+        most = max((size.tokens for size in sizes), default=0)
+        memory = torch.zeros(most, self.model.input_size, dtype=target.dtype, device=target.device)
+        for size in sizes:
+            inputs = self.staging.stage_dummy(size)
+            x = self.model.residual_stream.own(memory[: size.tokens])
+            run = partial(self.layers, x, replace(inputs, longest_prompt=0))
+            hidden, replay = self.staging.device.capture(run)
+            self._graphs[size] = _Graph(replay, x, hidden)
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self.staging.device.forget_graphs()
+
+    @contextlib.contextmanager
+    def _without_layer_marks(self) -> Iterator[None]:
         layer_done = self.layer_done
         self.layer_done = None
         try:
-            target = self.model.kernels.target
-            most = max((size.tokens for size in chain(*self._sizes.values())), default=0)
-            memory = torch.zeros(most, self.model.input_size, dtype=target.dtype, device=target.device)
-            variants = (False,) if self.model.adapters is None else (False, True)
-            sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
-            for size in sorted(sizes, reverse=True):
-                inputs = self.staging.stage_dummy(size)
-                x = self.model.residual_stream.own(memory[: size.tokens])
-                run = partial(self.layers, x, replace(inputs, longest_prompt=0))
-                hidden, replay = self.staging.device.capture(run)
-                self._graphs[size] = _Graph(replay, x, hidden)
-        except Exception as error:  # Triton raises many kinds of exceptions
-            if not self.is_only_rank:
-                raise RuntimeError("the CUDA graphs of several ranks cannot be captured; set enforce_eager") from error
-            self._graphs.clear()
-            self._sizes = {0: []}
-            logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])
+            yield
         finally:
-            gc.enable()
             self.layer_done = layer_done
-        if self._graphs:
-            logger.info("CUDA graphs: %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         graph = self._graphs.get(inputs.size)
@@ -186,3 +265,23 @@ class CapturedForward(Forward):
         graph.x.copy_(self.embed(inputs))
         graph.replay()
         return pick(graph.hidden, rows)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now, and none within this block: freeing device memory during a capture may break it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _free_memory(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _first_line(error: Exception) -> str:
+    return error_text(error).partition("\n")[0]

@@ -95,7 +95,14 @@ class DeviceRows(Rows):
 
     def pin(self, memory: Tensor) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # if it fails, copies are slower
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            _clear_error(self.blocks.device)
+            logger.warning(
+                "%d MiB of memory for KV blocks cannot be pinned (CUDA error %d), so copies to the GPU are slower",
+                memory.nbytes >> 20,
+                int(status),
+            )
 
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         with torch.cuda.stream(self._stream):
@@ -200,3 +207,10 @@ class KVTransfers:
             threads.shutdown(wait=False)
         for store in self._stores:
             store.close()
+
+
+def _clear_error(device: torch.device) -> None:
+    """Clear the last CUDA error of this thread. Otherwise, the next launch would report it as its own: torch checks for
+    errors after launches only, and each check clears the error."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

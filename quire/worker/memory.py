@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from quire.messages.media import EncoderLimits
 from quire.worker.runner import Runner
 
 FREE_SHARE = 0.5  # the fraction of free CPU memory to use, unless --kv-cache-memory-bytes is set
-_CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a fraction of the largest step's memory
+_RESERVE = 256 * 2**20  # bytes for what is loaded or allocated later: kernels, NCCL's channels, fragments of memory
 
 
 def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
@@ -23,8 +23,8 @@ def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
     """
     if device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # left by an earlier engine
+    _, total = torch.cuda.mem_get_info(device)
+    free = _free(device)  # with what an earlier engine of this process has left
     share = config.cache.gpu_memory_utilization
     if free < share * total:
         raise ConfigError(
@@ -47,30 +47,68 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def left_by_a_step(runner: Runner[Any], budget: int, tokens: int, encoders: EncoderLimits) -> int:
-    """Return the bytes of the budget that remain after the weights, the largest step, and the encoder with its cache.
-    Runs such a step, encodes the largest items, and measures both.
+class Gauge:
+    """Measures how much GPU memory this rank has taken since the gauge was made: that of torch's tensors, and what
+    torch does not count, such as loaded kernels and the buffers of NCCL and other libraries."""
 
-    Raises ConfigError if nothing is left.
-    """
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        """ranks: how many share the GPU. With several, what only one of them has taken cannot be seen, so only torch's
+        memory counts."""
+        self._device = device
+        self._sees_all = ranks == 1
+        self._torch_before = torch.cuda.memory_allocated(device)
+        self._free_before = _free(device)
+
+    def used(self) -> int:
+        torch.cuda.empty_cache()
+        by_torch = torch.cuda.memory_reserved(self._device) - self._torch_before
+        return max(by_torch, self._free_before - _free(self._device) if self._sees_all else 0)
+
+
+def _free(device: torch.device) -> int:
+    """Return the free bytes of a GPU, with those that torch keeps although no tensor uses them."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class StepMemory(NamedTuple):
+    """The GPU bytes of the largest step. tokens: its size. activations: in use only during the step. embeddings: of the
+    encoder's cache."""
+
+    tokens: int
+    activations: int
+    embeddings: int
+
+
+def largest_step(runner: Runner[Any], tokens: int, encoders: EncoderLimits) -> StepMemory:
+    """Run a step of this size, encode the largest items, and measure the memory of both. Raises ConfigError if there is
+    too little."""
     device = runner.device.torch_device
     batch = runner.batch
     rows = min(len(batch.num_tokens), tokens)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_reserved(device)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
         embeddings = runner.media.rehearse(encoders)
         inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
-    step = torch.cuda.max_memory_allocated(device) - before
+    step = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
-    left = budget - before - int(step * (1 + _CAPTURED_SHARE)) - embeddings
+    return StepMemory(tokens, step, embeddings)
+
+
+def left_for_cache(budget: int, used: int, step: StepMemory, graphs: int) -> int:
+    """Return the bytes of the budget that remain for the KV cache. used: by weights and libraries. graphs: bytes of
+    CUDA graphs. Raises ConfigError if nothing is left."""
+    left = budget - used - step.activations - step.embeddings - graphs - _RESERVE
     if left <= 0:
         raise ConfigError(
-            f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
-            f"step of {tokens} tokens {_gib(step)}{_of_encoder(embeddings)}; raise "
-            "gpu_memory_utilization, lower max_num_batched_tokens, or quantize"
+            f"nothing is left for the KV cache: of {_gib(budget)}, weights and libraries take {_gib(used)}, a step of "
+            f"{step.tokens} tokens {_gib(step.activations)}, CUDA graphs {_gib(graphs)}, and a reserve {_gib(_RESERVE)}"
+            f"{_of_encoder(step.embeddings)}; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_cudagraph_capture_size, or quantize"
         )
     return left
 

@@ -16,7 +16,7 @@ from quire.ops.compiler import hidden
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Mesh
 from quire.worker import memory
-from quire.worker.assembly.cache import make_cache
+from quire.worker.assembly.cache import GpuRoom, make_cache
 from quire.worker.assembly.execution import make_runner
 from quire.worker.assembly.loading import load_rank
 from quire.worker.device import choose_device
@@ -42,14 +42,14 @@ class Worker:
             mesh = replace(mesh, tp=replace(mesh.tp, shortcut=shortcut))
         self.device = choose_device(config.kernels.device, mesh)
         device = self.device.torch_device
-        budget = _budget(config, mesh, device)
+        room = _room(config, mesh, device)
         loaded = load_rank(config, directory, max_model_len, device, mesh)
         self.plan = loaded.plan
         self.loaded = loaded.target
         self.model = loaded.model
         self.drafter = loaded.drafter
         self.runner = make_runner(config, max_model_len, self.device, mesh, loaded)
-        cache = make_cache(config, mesh, loaded, self.runner, budget)
+        cache = make_cache(config, mesh, loaded, self.runner, room)
         self.kv_memory = cache.memory
         self.kv_cache = cache.size
         forward = self.runner.forward
@@ -83,8 +83,8 @@ class Worker:
             self.resident_memory.change(change)
 
 
-def _budget(config: EngineConfig, mesh: Mesh, device: torch.device) -> int:
-    """Return the GPU bytes that each rank of the replica may use; 0 on a CPU.
+def _room(config: EngineConfig, mesh: Mesh, device: torch.device) -> GpuRoom | None:
+    """Return the GPU memory that each rank of the replica may use; None on a CPU.
 
     Raises ConfigError if ranks share a GPU but must not, or if other processes use it.
     """
@@ -92,13 +92,14 @@ def _budget(config: EngineConfig, mesh: Mesh, device: torch.device) -> int:
     sharing = 1 if on_cpu else mesh.ranks_on_device(device.type)
     check(Setup(config, place=Place(on_cpu=on_cpu, shares_gpu=sharing > 1)))
     if on_cpu:
-        return 0
+        return None
     if sharing > 1 and mesh.rank == 0:
         logger.warning(
             "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
             sharing,
         )
-    return mesh.replica.minimum(memory.budget(config, device, sharing))
+    budget = mesh.replica.minimum(memory.budget(config, device, sharing))
+    return GpuRoom(budget, memory.Gauge(device, sharing))
 
 
 def _step_costs(config: EngineConfig, mesh: Mesh, runner: Runner[Any], most_tokens: int) -> StepCosts:

@@ -77,7 +77,7 @@ def test_an_engine_starts_with_msgspec_alone_and_says_what_a_grammar_needs(tmp_p
         """
         import json
         from quire import LLM, SamplingParams
-        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, load_format="dummy")
+        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, load_format="dummy", require_cuda_graphs=True)
         outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
         try:
             llm.generate("one", SamplingParams(structured_outputs={"regex": "a+"}), use_tqdm=False)

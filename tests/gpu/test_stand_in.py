@@ -16,7 +16,7 @@ def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
     printed = run_on_stand_in("""
         import json
         from quire import LLM, SamplingParams
-        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, load_format="dummy")
+        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, load_format="dummy", require_cuda_graphs=True)
         compiled = len(device.compilations)
         with device.traced() as launches:
             params = [SamplingParams(max_tokens=5, ignore_eos=True, logprobs=n, min_p=0.1) for n in (None, 2)]
@@ -43,9 +43,11 @@ def test_a_replayed_graph_launches_again_what_it_captured_and_the_profiler_sees_
         function = next(i.function for i in silu_and_mul.implementations if i.name == "triton")
         x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)  # a device without an index is the current one
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        function(x)
-        graph.capture_end()
+        function(x)  # the first launch cannot be captured
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            function(x)
+            graph.capture_end()
         with stand_in_profiler(device), torch.profiler.profile(activities=[]) as profiler:
             graph.replay()
             graph.replay()

@@ -377,7 +377,8 @@ class LateExecutor(Executor):
             forward = CompressingForward(model, backends, staging.rows)
         if captured:
             drafts = llm.config.scheduler.speculation.num_speculative_tokens if llm.config.scheduler.speculation else 0
-            forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts, parts=parts)
+            options = llm.config.kernels
+            forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts, parts=parts, options=options)
             with self.stream:
                 forward.capture()
             if self.stream.queue:

@@ -20,7 +20,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.worker.graphs import CapturedForward, graph_sizes
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
-from support.late_device import run_late
+from support.late_device import LateDevice, run_late
 from support.reference import References
 from support.triton_kernels import INSTALLED
 
@@ -98,9 +98,13 @@ def test_what_cannot_be_captured_runs_all_the_same(checkpoints, references, monk
     def capture(self: Any, run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand much more")
 
-    monkeypatch.setattr("support.late_device.LateDevice.capture", capture)
+    monkeypatch.setattr(LateDevice, "capture", capture)
     device = run_late(llm, captured=True)
-    assert not device.runner.forward._graphs
+    assert not device.runner.forward.num_graphs
+    assert "Steps run without CUDA graphs: operation not permitted" in caplog.text
+    assert "in capture\n" in caplog.text  # the traceback
+    with pytest.raises(RuntimeError, match="the CUDA graphs cannot be captured: operation not permitted"):
+        run_late(make_llm(checkpoints.path("llama"), require_cuda_graphs=True), captured=True)
     continuation = references.continuations("llama")[0]
     continuation.check(generate(llm, [continuation.prompt])[0].outputs[0].token_ids)
 
@@ -130,6 +134,30 @@ def test_sizes_are_kept_by_requests_and_tokens_for_each(checkpoints):
         "there is no graph for more than four requests of two tokens each"
     )
     assert forward.fit(StepSize(65, 2)) == StepSize(65, 2)
+
+
+def test_graphs_for_which_there_is_no_memory_are_left_out_the_largest_first(
+    checkpoints, references, monkeypatch, caplog
+):
+    """There is memory for eight graphs."""
+    real = LateDevice.capture
+    captured = Counter[str]()
+
+    def capture(self: Any, run: Any) -> Any:
+        captured["count"] += 1
+        if captured["count"] > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, run)
+
+    monkeypatch.setattr(LateDevice, "capture", capture)
+    monkeypatch.setattr(LateDevice, "forget_graphs", lambda self: captured.clear())
+    device = run_late(make_llm(checkpoints.path("llama"), max_num_seqs=32, max_num_batched_tokens=512), captured=True)
+    forward = device.runner.forward
+    assert 4 <= forward.num_graphs <= 8
+    assert "CUDA graphs do not fit into the GPU's memory" in caplog.text
+    assert forward.fit(StepSize(1, 1, 1)) == StepSize(1, 1, 1)
+    assert forward.fit(StepSize(400, 3)) == StepSize(400, 3), "it runs eagerly"
+    assert {size for sizes in forward._sizes.values() for size in sizes} == {*forward._graphs}
 
 
 def test_options_choose_the_sizes():

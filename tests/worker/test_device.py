@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (state.free, state.total))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: state.allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: state.allocated)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: state.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: state.peak)
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     return state
@@ -100,15 +100,30 @@ def test_the_budget_is_a_share_of_the_gpu_less_what_others_use(gpu):
         memory.budget(config(), GPU)
 
 
-def test_keys_and_values_get_what_weights_and_a_step_leave(gpu, checkpoints):
+def test_keys_and_values_get_what_weights_libraries_a_step_and_graphs_leave(gpu, checkpoints):
     llm = make_llm(checkpoints.path("llama"))
-    left = memory.left_by_a_step(llm.core.executor.runner, 60 << 30, 100, EncoderLimits())
-    assert left == (60 << 30) - (16 << 30) - int(1.25 * (2 << 30))
-    with pytest.raises(ConfigError, match=r"nothing is left .* weights take 16.00 GiB and a step of 100 tokens 2.00"):
-        memory.left_by_a_step(llm.core.executor.runner, 17 << 30, 100, EncoderLimits())
+    gpu.allocated = 0
+    gauge = memory.Gauge(GPU)
+    gpu.allocated = 16 << 30
+    gpu.free -= 17 << 30  # 1 GiB is not torch's
+    assert gauge.used() == 17 << 30
+    step = memory.largest_step(llm.core.executor.runner, 100, EncoderLimits())
+    assert step == (100, 2 << 30, 0)
+    left = memory.left_for_cache(60 << 30, gauge.used(), step, graphs=1 << 30)
+    assert left == (60 - 17 - 2 - 1 << 30) - (256 << 20)
+    with pytest.raises(ConfigError, match=r"nothing is left .* libraries take 17.00 GiB, a step of 100 tokens 2.00"):
+        memory.left_for_cache(20 << 30, gauge.used(), step, graphs=1 << 30)
     assert memory.num_blocks(config(), left, 1 << 20, 10**6, GPU) == left >> 20
     assert memory.num_blocks(config(), left, 1 << 20, 1000, GPU) == 1000
     assert tokens_of(generate(llm, [[5, 6]], GREEDY.clone(max_tokens=3)))
+
+
+def test_ranks_that_share_a_gpu_count_only_their_own_memory(gpu):
+    gpu.allocated = 0
+    gauge = memory.Gauge(GPU, ranks=2)
+    gpu.allocated = 16 << 30
+    gpu.free -= 33 << 30
+    assert gauge.used() == 16 << 30
 
 
 def test_weights_that_do_not_fit_say_what_to_do(gpu):

@@ -11,6 +11,7 @@ from quire.parallel.mesh import Mesh
 from quire.platform.limits import free_on_host
 from quire.worker import memory
 from quire.worker.assembly.loading import LoadedRank
+from quire.worker.graphs import CapturedForward
 from quire.worker.kv_memory import KVMemory
 from quire.worker.runner import Runner
 from quire.worker.warm_up import warm_up
@@ -24,16 +25,26 @@ class RankCache:
     size: KVCacheSize
 
 
-def make_cache(config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Runner[Any], budget: int) -> RankCache:
+@dataclass(frozen=True)
+class GpuRoom:
+    """The GPU memory of a rank. budget: bytes that it may use. gauge: made before the weights are loaded."""
+
+    budget: int
+    gauge: memory.Gauge
+
+
+def make_cache(
+    config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Runner[Any], room: GpuRoom | None
+) -> RankCache:
     """Allocate the cache, and bind the model to it. All ranks of a replica call this together.
 
-    budget: GPU bytes for this rank. Raises ConfigError if the cache does not fit into memory.
+    room: on a GPU, the memory for this rank. Raises ConfigError if the cache does not fit into memory.
     """
     plan = loaded.plan
     device = runner.device.torch_device
     rank_bytes = mesh.replica.each(loaded.block_bytes)
-    if device.type == "cuda":
-        free = _free_on_gpu(config, loaded, runner, budget)
+    if room is not None:
+        free = _free_on_gpu(config, loaded, runner, room)
     else:
         free = _free_on_host(config, mesh, loaded)
         free -= config.cache.kv_offloading_bytes * loaded.block_bytes // sum(rank_bytes)
@@ -50,15 +61,16 @@ def make_cache(config: EngineConfig, mesh: Mesh, loaded: LoadedRank, runner: Run
     return RankCache(kv_memory, KVCacheSize(num_blocks, rank_bytes, specs, layout, plan.block_size))
 
 
-def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], budget: int) -> int:
-    """Run the largest step, and return the bytes that it leaves free."""
+def _free_on_gpu(config: EngineConfig, loaded: LoadedRank, runner: Runner[Any], room: GpuRoom) -> int:
+    """Run the largest step, capture CUDA graphs as a trial, and return the bytes that all of this leaves free."""
     most_tokens = loaded.plan.most_tokens
     _allocate(config, loaded, 1, runner.device.torch_device)  # the dummy step needs a null block
     tokens = min(most_tokens, config.scheduler.max_num_seqs * runner.batch.max_model_len)
     encoders = config.multimodal.limits(most_tokens, most_tokens)
-    free = memory.left_by_a_step(runner, budget, tokens, encoders)
+    step = memory.largest_step(runner, tokens, encoders)
     warm_up(runner, tokens)
-    return free
+    graphs = runner.forward.trial() if isinstance(runner.forward, CapturedForward) else 0
+    return memory.left_for_cache(room.budget, room.gauge.used(), step, graphs)
 
 
 def _free_on_host(config: EngineConfig, mesh: Mesh, loaded: LoadedRank) -> int:
