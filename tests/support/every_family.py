@@ -71,8 +71,8 @@ class NotMadeError(Exception):
     """No tiny checkpoint could be made."""
 
 
-def families() -> list[Family]:
-    """Each class once for each config that it reads. Imports transformers, which takes seconds."""
+def families(model_type: str | None = None) -> list[Family]:
+    """Each class once for each config that it reads. Imports the classes: all of them take ten seconds."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
@@ -83,6 +83,8 @@ def families() -> list[Family]:
     pairs = {(kind, name): sees for mapping, sees in mappings for kind, name in mapping.items()}
     found = []
     for (kind, name), sees in pairs.items():
+        if model_type not in (None, kind):
+            continue
         config, own = CONFIG_MAPPING[kind], _model_class(name).config_class
         if own in config.sub_configs.values():
             continue  # the config of a larger model, which has this one's in it

@@ -43,7 +43,7 @@ def section(rows: Iterable[dict[str, Any]]) -> str:
     names = {*best, *ARCHITECTURES, *vllm()["text"], *vllm()["multimodal"]}
     runs = {name: how(name, best.get(name)) for name in names}
     lines = [*counts(runs), "", "| architecture | runs | compared with | vLLM |", "|---|---|---|---|"]
-    for name in sorted(names, key=str.lower):
+    for name in sorted(names, key=lambda name: (name.lower(), name)):
         lines.append(f"| `{name}` | {runs[name]} | {compared(name, best.get(name))} | {vllm_status(name)} |")
     return "\n".join(lines) + "\n"
 
