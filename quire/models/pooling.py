@@ -47,7 +47,7 @@ def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) ->
     name = str((config.get("architectures") or [""])[0])
     if not directory.is_file() and (directory / "modules.json").is_file():
         return True
-    return (name.endswith(("Model", *_CLASSIFIERS)) and name != "GPT2LMHeadModel") or name in ("HF_ColBERT",)
+    return (name.endswith(("Model", *_CLASSIFIERS)) and not name.endswith("LMHeadModel")) or name == "HF_ColBERT"
 
 
 def describe_pooling(config: HfConfig, spec: DecoderSpec, directory: Path, options: ModelConfig) -> PoolingDescription:

@@ -1,10 +1,12 @@
 """The supported architectures, by the name in a checkpoint's config.json. registry.toml lists them."""
 
+import contextlib
 import difflib
 import re
 import tomllib
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -54,6 +56,20 @@ def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
     return spec
 
 
+def runs_through_transformers(config: HfConfig) -> bool:
+    """Whether Quire lacks the architecture of a checkpoint, and the installed transformers has a causal language model
+    with its name. transformers is imported only if Quire lacks it."""
+    listed = config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if not names or any(_listed(name) is not None for name in names) or find_spec("transformers") is None:
+        return False
+    from quire.models.transformers_backend.spec import architecture
+
+    with contextlib.suppress(ValueError):
+        return bool(architecture({**config, "architectures": names}))
+    return False
+
+
 def spec_of(config: HfConfig) -> DecoderSpec:
     """Return the spec of a checkpoint's config. Raises ValueError for an unsupported architecture, and ConfigError for
     a missing field or one of a wrong type."""
@@ -67,6 +83,6 @@ def spec_of(config: HfConfig) -> DecoderSpec:
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "
         f"{', '.join(sorted([*ARCHITECTURES, *(f'{name}Model' for name in ENCODERS)]))}"
-        + "; many others run with model_impl='transformers' (--model-impl)"
+        + "; many others run through transformers' code (model_impl='auto' or 'transformers'), if it is installed"
         + (f"; the nearest is {near[0]}" if near else "")
     )

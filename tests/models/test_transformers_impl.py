@@ -121,8 +121,35 @@ def test_the_models_are_some_that_quire_lacks(cases):
     for name in LACKED:
         (architecture,) = json.loads((cases.path(name) / "config.json").read_text())["architectures"]
         assert architecture not in ARCHITECTURES
-        with pytest.raises(ValueError, match=f"{architecture} is not supported; .*--model-impl"):
-            make_llm(cases.path(name))
+        with pytest.raises(ValueError, match=f"{architecture} is not supported; .* transformers' code"):
+            make_llm(cases.path(name), model_impl="quire")
+
+
+def test_auto_runs_transformers_code_where_quire_has_no_layers(cases, caplog):
+    caplog.set_level("INFO", logger="quire")
+    expected = cases.continuations("starcoder2")[2]
+    llm = make_llm(cases.path("starcoder2"))
+    expected.check(tokens_of(generate(llm, [expected.prompt]))[0])
+    lines = [record.message for record in caplog.records if "transformers" in record.message]
+    assert lines == ["Starcoder2ForCausalLM runs transformers' own code, which is slower than Quire's layers"]
+    assert llm.config.model.model_impl == "transformers"
+    assert make_llm(cases.path("llama")).config.model.model_impl == "auto"
+
+
+def test_auto_names_an_option_that_transformers_code_lacks(cases):
+    with pytest.raises(ConfigError, match=r"model_impl='transformers' and quantization exclude each other"):
+        make_llm(cases.path("starcoder2"), quantization="int8")
+
+
+def test_a_model_type_without_a_class_of_its_own_runs_that_of_another_family(tmp_path):
+    """EXAONE's checkpoints have names of their own, and transformers runs them as Llama."""
+    write_checkpoint(tmp_path, "exaone", {})
+    edit(tmp_path, architectures=["ExaoneForCausalLM"])
+    expected = greedy(load(tmp_path), prompts(320, 3))
+    llm = make_llm(tmp_path)
+    assert llm.config.model.model_impl == "transformers"
+    for continuation, token_ids in zip(expected, tokens_of(generate(llm, prompts(320, 3))), strict=True):
+        continuation.check(token_ids)
 
 
 def test_windows_and_full_attention_get_groups_of_their_own(cases):
@@ -181,6 +208,20 @@ REFUSED = {
     "convolutions": ("lfm2", {"layer_types": ["conv", GLOBAL, "conv"]}, "tokens meet outside of attention"),
     "states": ("mamba", {}, "needs a number as num_attention_heads"),
     "old-attention": ("bloom", {"n_layer": 2, "n_head": 4}, "transformers' attention interface"),
+    "masks": (
+        "axk2",
+        {
+            "layer_types": ["indexed_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 2,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+        "its layers read the attention mask",
+    ),
     "longrope": ("phi3", NEW_VARIANTS["phi3-longrope"][1], "set max_model_len to at most 64"),
 }
 

@@ -24,6 +24,7 @@ from quire.planner.sizes import FULL, HALF, Footprint, parameters_of
 
 # The exceptions of functions that read an architecture's config, if a config is not as expected.
 _WRONG_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_NO_WEIGHTS = "it has no weights in a format that Quire reads"
 _INPUTS = {"image": "pictures", "video": "videos", "audio": "sounds"}
 _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no whole models
 
@@ -31,7 +32,8 @@ _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no
 @dataclass(frozen=True)
 class Facts:
     """problem: why Quire cannot run the model, or None. purpose: its task. format, file_bytes: of its
-    weights. footprint: None for an adapter, a drafter, and an unknown model."""
+    weights. footprint: None for an adapter, a drafter, an unknown model, and one that runs through transformers' code.
+    """
 
     problem: str | None
     purpose: str
@@ -41,6 +43,7 @@ class Facts:
     chat_template: str | None = field(default=None, repr=False)
     licence: str | None = None
     footprint: Footprint | None = None
+    through_transformers: bool = False
 
 
 def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
@@ -71,10 +74,13 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     if (method := _drafter_method(config)) is not None:
         return Facts(None, f"a drafter ({method}) for speculation", *known)
     try:
+        if _runs_through_transformers(config):
+            problem = None if weights else _NO_WEIGHTS
+            return Facts(problem, "text generation", *known, through_transformers=True)
         spec = _spec_of(config)
         generates, purpose = _purpose(config, spec, path)
         footprint = _footprint(config, spec, generates, size)
-        problem = None if weights else "it has no weights in a format that Quire reads"
+        problem = None if weights else _NO_WEIGHTS
         return Facts(_quantization_problem(config) or problem, purpose, *known, footprint)
     except _WRONG_CONFIG as error:
         return Facts(_reason(error), "unknown", *known)
@@ -142,6 +148,18 @@ def _spec_of(config: dict[str, Any]) -> DecoderSpec:
     from quire.models.registry import spec_of
 
     return spec_of(config)
+
+
+def _runs_through_transformers(config: dict[str, Any]) -> bool:
+    """Raises ValueError if transformers' code cannot run on Quire's attention, as far as the config shows."""
+    from quire.models.registry import runs_through_transformers
+
+    if not runs_through_transformers(config):
+        return False
+    from quire.models.transformers_backend.spec import spec_of
+
+    spec_of(config)
+    return True
 
 
 def _drafter_method(config: dict[str, Any]) -> str | None:

@@ -59,6 +59,8 @@ def on_this_machine(facts: Facts, machine: Machine) -> str:
     """Whether the model runs here and how fast, as lines."""
     if facts.problem is not None:
         return f"Quire cannot run this model: {facts.problem}"
+    if facts.through_transformers:
+        return "Quire runs this model through transformers' code. Its speed is not estimated."
     if facts.footprint is None:
         return f"It is used together with a model: it is {facts.purpose}."
     found = estimates(facts.footprint, machine)
@@ -100,6 +102,7 @@ def as_json(facts: Facts, machine: Machine) -> dict[str, Any]:
         "tool_parser": tools,
         "reasoning_parser": thinking,
         "licence": facts.licence,
+        "through_transformers": facts.through_transformers,
         "machine": asdict(machine),
     }
     if footprint is not None:

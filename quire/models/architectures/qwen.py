@@ -58,6 +58,7 @@ def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None, **
 
 
 def qwen3_moe(config: HfConfig) -> DecoderSpec:
+    config = {"head_dim": config["hidden_size"] // config["num_attention_heads"], **config}
     return qwen3(config, _mlps(config, normalize=False, shared=None))
 
 

@@ -11,6 +11,7 @@ from quire.config.features import ModelFacts, Setup
 from quire.messages.errors import error_text
 from quire.models.heads.config import speculative_fields, speculators_target
 from quire.models.pooling import is_pooling_model
+from quire.models.registry import runs_through_transformers
 from quire.observability.logging import logger
 
 
@@ -20,12 +21,14 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
 
     If the user named a drafter of the library speculators, its target is served, with this drafter unless the user's
     speculative_config has another model or method. For an embedding or scoring model, the options `runner` and `dtype`
-    are completed. weights: False downloads no tensors. Raises ConfigError or ModelNotFoundError.
+    are completed; for an architecture that only transformers has, `model_impl`. weights: False downloads no tensors.
+    Raises ConfigError or ModelNotFoundError.
     """
     directory = model_directory(config.model, weights)
     options = config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
-    if is_pooling_model({**drafter, **options.hf_overrides}, directory, options):
+    overridden = {**drafter, **options.hf_overrides}
+    if is_pooling_model(overridden, directory, options):
         # The checkpoint's dtype, since most of these models are small, and few were trained in bfloat16.
         kept = str(drafter.get("dtype") or drafter.get("torch_dtype") or "float32")
         dtype = "float32" if options.dtype == "auto" and kept == "float32" else options.dtype
@@ -45,6 +48,8 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
         config = replace(config, scheduler=replace(config.scheduler, speculative_config={**fields, **given}))
         fetched = weights and options.load_format != "dummy"
         directory = resolve(target, None, options.download_dir, options.hf_token, fetched)
+    elif options.model_impl == "auto" and runs_through_transformers(overridden):
+        config = replace(config, model=replace(options, model_impl="transformers"))
     return _with_drafter(config, weights), directory
 
 

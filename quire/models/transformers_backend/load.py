@@ -49,8 +49,21 @@ def load_model(
     except ValueError as error:
         raise ConfigError(f"model_impl='transformers' cannot run {name}: {error_text(error)}") from error
     network.set_attn_implementation(attention.NAME)
+    model = TransformersModel(network, layers, max_model_len, kernels, group)
+    _check_head(model, name)
     logger.info("%s runs transformers' own code, which is slower than Quire's layers", name)
-    return TransformersModel(network, layers, max_model_len, kernels, group)
+    return model
+
+
+@torch.inference_mode()
+def _check_head(model: TransformersModel, name: str) -> None:
+    """Raises ConfigError for a head that needs other outputs of the layers than hidden states."""
+    hidden = torch.zeros(1, model.hidden_size, dtype=model.kernels.target.dtype, device=model.kernels.target.device)
+    try:
+        model.logits(hidden)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        problem = f"its head cannot run without its layers ({error_text(error)})"
+        raise ConfigError(f"model_impl='transformers' cannot run {name}: {problem}") from error
 
 
 def _network(kind: Any, settings: Any, dtype: torch.dtype, weights: Path | None) -> Any:

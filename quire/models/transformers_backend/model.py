@@ -20,12 +20,20 @@ from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
 
 
+class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What a model's layers return, with None for the outputs of a few families."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _Passed(torch.nn.Module):
     """Replaces a model's layers. So the model's own forward computes logits from existing hidden states, with all of
     its factors and caps."""
 
-    def forward(self, inputs_embeds: Tensor, **others: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *ids: None, inputs_embeds: Tensor, **others: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
 
 
 class TransformersModel(Model):

@@ -39,6 +39,7 @@ class Call:
 class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.has_masks = True
 
     def attend(
         self,
@@ -54,10 +55,12 @@ class Recorder:
             raise ValueError("a layer attends to other tokens than those of its input")
         call = Call(module, query[0], key[0], value[0], attention_mask, sliding_window, others)
         self.calls.append(call)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
-    def mask(self, mask_function: Callable[..., Tensor], **others: Any) -> Tensor:
-        """An opaque mask that layers pass on, with the function that defines its content."""
+    def mask(self, mask_function: Callable[..., Tensor], **others: Any) -> Tensor | None:
+        """An opaque mask that layers pass on, with the function that defines its content. None without masks."""
+        if not self.has_masks:
+            return None
         mask = torch.zeros(1, 1, 1, 1)
         mask.function = mask_function  # type: ignore[attr-defined]
         return mask
@@ -92,6 +95,7 @@ def probe(body: Any, vocab_size: int, recorder: Recorder, max_model_len: int) ->
     last = _TOKENS - 1
     seen = list[Call]()
     agrees = False
+    ids = torch.empty(0)
 
     def run(positions: Tensor, **inputs: Tensor) -> tuple[list[Call], Tensor]:
         recorder.calls.clear()
@@ -116,7 +120,13 @@ def probe(body: Any, vocab_size: int, recorder: Recorder, max_model_len: int) ->
         raise ValueError("tokens meet outside of attention, or positions are not those that they are given")
     if len({id(call.module) for call in seen}) < len(seen):
         raise ValueError("a layer calls its attention several times")
-    return [_layer(call, max_model_len) for call in seen]
+    layers = [_layer(call, max_model_len) for call in seen]
+    recorder.has_masks = False  # as with Quire's attention
+    try:
+        body(input_ids=ids[:1], use_cache=False)
+    except (AttributeError, TypeError) as error:
+        raise ValueError("its layers read the attention mask") from error
+    return layers
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -16,11 +16,22 @@ def architecture(config: HfConfig) -> str:
     for name in names:
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return str(name)
+    shared = _class_of_another_family(config.get("model_type"))
+    if shared is not None and any(name.endswith("ForCausalLM") for name in names):
+        return shared
     wanted = ", ".join(names) or "(none named in config.json)"
     message = f"transformers {transformers.__version__} has no causal language model {wanted}"
     if config.get("auto_map"):
         message += "; the checkpoint brings code of its own, which Quire never runs"
     raise ValueError(message)
+
+
+def _class_of_another_family(model_type: Any) -> str | None:
+    """Return the class that runs a model type without a class of its own, such as Llama's for EXAONE."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if name is None or model_type not in CONFIG_MAPPING:
+        return None
+    return None if getattr(transformers, name).config_class is CONFIG_MAPPING[model_type] else str(name)
 
 
 def settings_of(config: HfConfig) -> Any:

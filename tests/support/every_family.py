@@ -1,0 +1,242 @@
+"""A tiny random checkpoint of every family of transformers, run by Quire and compared with transformers.
+
+Families are the causal language models and the image-text-to-text models of the installed transformers. Nothing here
+names one: configs are made by the rules of `support.tiny_configs`, weights by those below. Models with pictures are
+compared on texts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.llm import LLM
+from quire.messages.sampling_params import SamplingParams
+from support.checkpoints import EMBEDDINGS, byte_level_tokenizer, gain
+from support.engines import generate, make_llm, tokens_of
+from support.layouts import HUB_LAYOUTS, edit_tensors
+from support.tiny_configs import Fields, repaired, shrunk
+
+RECORD = Path(__file__).parents[1] / "data" / "every_family.jsonl"  # an outcome in each line
+TIE = 2e-3  # of the logits' standard deviation: if the two best are closer than this, either token is right
+LENGTHS = (1, 17, 40, 40, 70)  # of prompts; the third and the fourth have the same first half
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+CHUNK = 24
+MAX_MODEL_LEN = 96
+_MOST_PARAMETERS = 30_000_000
+_NORM_OF_HEADS = re.compile(r"([qk]|query|key)_?(layer)?_?norm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of transformers' classes that generate, with one of its model types. architecture: as in config.json."""
+
+    model_type: str
+    model_class: str
+    architecture: str
+    sees: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture}:{self.model_type}"
+
+
+@dataclass
+class Outcome:
+    """How a family runs: "native", "transformers", "no", or "unknown" if there is no checkpoint; with the reason.
+
+    tokens: those compared, of which `tied` could have been others. changes: of its config, besides the rules'.
+    """
+
+    runs: str
+    reason: str = ""
+    tokens: int = 0
+    tied: int = 0
+    wrong: int = 0
+    changes: list[str] = field(default_factory=list)
+
+
+class NotMadeError(Exception):
+    """No tiny checkpoint could be made."""
+
+
+def families(model_type: str | None = None) -> list[Family]:
+    """Each class once for each config that it reads. Imports the classes: all of them take ten seconds."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = [
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, False),
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, True),
+    ]
+    pairs = {(kind, name): sees for mapping, sees in mappings for kind, name in mapping.items()}
+    found = []
+    for (kind, name), sees in pairs.items():
+        if model_type not in (None, kind):
+            continue
+        config, own = CONFIG_MAPPING[kind], _model_class(name).config_class
+        if own in config.sub_configs.values():
+            continue  # the config of a larger model, which has this one's in it
+        head = re.search(r"For\w+$", name)
+        shared = own is not None and own is not config and head is not None
+        found.append(Family(kind, name, config.__name__.removesuffix("Config") + head[0] if shared else name, sees))
+    return sorted(found, key=lambda family: family.name.lower())
+
+
+def _model_class(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def build(family: Family) -> tuple[Any, list[str]]:
+    """The network with random weights, and the changes of its config. Raises NotMadeError."""
+    from transformers import CONFIG_MAPPING
+
+    config_class, model = CONFIG_MAPPING[family.model_type], _model_class(family.model_class)
+
+    def attempt(fields: Fields) -> Exception | None:
+        try:
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in model(config_class(**deepcopy(fields))).parameters())
+            if size > _MOST_PARAMETERS:
+                return MemoryError(f"{size:,} parameters")
+            made.clear()
+            made.append(made_network(fields))
+        except Exception as error:  # its validators and layers raise many kinds
+            return error
+        return None
+
+    def made_network(fields: Fields) -> Any:
+        torch.manual_seed(0)
+        network = model(config_class(**deepcopy(fields))).float().eval()
+        draw_weights(network)
+        judge(network, prompts()[2], prompts()[3])
+        return network
+
+    made: list[Any] = []
+    try:
+        default = config_class()
+        _, changes = repaired(shrunk(default), default, attempt)
+    except Exception as error:
+        raise NotMadeError(_short(error)) from error
+    return made[0], changes
+
+
+@torch.no_grad()
+def draw_weights(network: Any) -> None:
+    """Draw all parameters at random, around the vectors' initial values, such that each of them affects the logits."""
+    generator = torch.Generator().manual_seed(0)
+    tied = bool(getattr(network.config.get_text_config(), "tie_word_embeddings", False))
+    for name, parameter in network.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() < 2 or "norm" in name:
+            around = parameter + 1 if _NORM_OF_HEADS.search(name) else parameter
+            parameter.copy_(around + 0.3 * noise)
+        elif tied or not re.search(EMBEDDINGS, name):
+            parameter.copy_(noise * gain(name, "") / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.copy_(noise)
+
+
+def write(family: Family, network: Any, folder: Path) -> None:
+    network.generation_config.eos_token_id = 2
+    network.save_pretrained(folder)
+    if family.model_type in HUB_LAYOUTS:  # the names of published tensors
+        edit_tensors(folder, HUB_LAYOUTS[family.model_type])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [family.architecture]}))
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    made = [[draw.randrange(4, 300) for _ in range(length)] for length in LENGTHS]
+    made[3][:20] = made[2][:20]
+    return made
+
+
+@torch.inference_mode()
+def judge(network: Any, prompt: list[int], token_ids: list[int]) -> tuple[int, int]:
+    """How many tokens are wrong, and how many could have been others: transformers' logits of the whole text decide,
+    without a cache."""
+    logits: Tensor = network(input_ids=torch.tensor([prompt + token_ids]), use_cache=False).logits[0].float()
+    made = logits[len(prompt) - 1 : -1]  # [tokens, vocab]
+    if not made.isfinite().all():
+        raise ValueError("its logits are not finite")
+    best = made.topk(2, dim=-1).values
+    bound = TIE * made.std()
+    chosen = made.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    return int((best[:, 0] - chosen > bound).sum()), int((best[:, 0] - best[:, 1] <= bound).sum())
+
+
+def outcome(family: Family, folder: Path) -> Outcome:
+    """Run the family in chunks and batches, on a warm cache, and in a small pool, and judge all tokens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            network, changes = build(family)
+            write(family, network, folder)
+        except NotMadeError as error:
+            return Outcome("unknown", _short(error))
+        options = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
+        if family.sees:
+            options["language_model_only"] = True
+        try:
+            llm = make_llm(folder, **options)
+        except ValueError as error:
+            return Outcome("no", _short(error), changes=changes)
+        found = Outcome("transformers" if llm.config.model.model_impl == "transformers" else "native", changes=changes)
+        for token_ids, prompt in _continued(llm, folder, options):
+            wrong, tied = judge(network, prompt, token_ids)
+            found.tokens += len(token_ids)
+            found.wrong += wrong
+            found.tied += tied
+    return found
+
+
+def _continued(llm: LLM, folder: Path, options: Fields) -> Iterator[tuple[list[int], list[int]]]:
+    """Greedy tokens and their prompts: in chunks and batches, then on a warm cache, then in a pool with hardly more
+    blocks than one request needs."""
+    texts = prompts()
+    for _ in range(2):
+        yield from zip(tokens_of(generate(llm, texts, PARAMS)), texts, strict=True)
+    needed = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
+    tiny = make_llm(folder, **options, num_gpu_blocks_override=needed + 1)
+    yield from zip(tokens_of(generate(tiny, texts, PARAMS)), texts, strict=True)
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error, or the second one of a validator's."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if first.startswith("Class validation error") and more:
+        first = more[0].partition(": ")[2]
+    return first.partition("; supported")[0]
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The outcomes in the file, by the names of families."""
+    return {row["family"]: row for row in map(json.loads, RECORD.read_text().splitlines())}
+
+
+def row_of(family: Family, found: Outcome) -> dict[str, Any]:
+    """An outcome as it is recorded. Ties depend on the machine."""
+    kept = {name: value for name, value in asdict(found).items() if name not in ("tied", "wrong") and value}
+    return {"family": family.name, "sees": family.sees, "transformers": version("transformers"), **kept}
+
+
+def record(rows: dict[str, dict[str, Any]]) -> None:
+    ordered = sorted(rows.values(), key=lambda row: row["family"].lower())
+    RECORD.write_text("".join(json.dumps(row) + "\n" for row in ordered))

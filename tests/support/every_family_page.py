@@ -1,0 +1,94 @@
+"""The table of all architectures in docs/models.md, from recorded outcomes, Quire's registry and vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire.models.registry import ARCHITECTURES
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("models.md", "multimodal.md", "speech.md")  # whose text names what other tests compare
+BEGIN, END = "<!-- written by tests/models/test_every_family.py --write -->\n", "<!-- end of all -->\n"
+VLLM_COLUMN = {
+    "text": "yes",
+    "multimodal": "yes",
+    "through transformers": "through transformers' code",
+    "plugin": "as a plugin",
+    "removed": "removed",
+}
+_PARTS = re.compile(r"runs models of text only, which \w+ is not")
+_PREFIX = re.compile(r"model_impl='transformers' (cannot run \w+: )?")
+
+
+@cache
+def vllm() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "vllm_architectures.json").read_text())
+    return found
+
+
+def vllm_status(architecture: str) -> str:
+    return next((text for kind, text in VLLM_COLUMN.items() if architecture in vllm()[kind]), "no")
+
+
+def section(rows: Iterable[dict[str, Any]]) -> str:
+    """Counts and the table. rows: the recorded outcomes."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: ("native", "transformers", "no", "unknown").index(row["runs"])):
+        best.setdefault(row["family"].partition(":")[0], row)
+    names = {*best, *ARCHITECTURES, *vllm()["text"], *vllm()["multimodal"]}
+    runs = {name: how(name, best.get(name)) for name in names}
+    lines = [*counts(runs), "", "| architecture | runs | compared with | vLLM |", "|---|---|---|---|"]
+    for name in sorted(names, key=lambda name: (name.lower(), name)):
+        lines.append(f"| `{name}` | {runs[name]} | {compared(name, best.get(name))} | {vllm_status(name)} |")
+    return "\n".join(lines) + "\n"
+
+
+def counts(runs: dict[str, str]) -> list[str]:
+    made = []
+    for kind, words in (("text", "text"), ("multimodal", "images or audio")):
+        names = vllm()[kind]
+        native = sum(runs[name] == "native" for name in names)
+        other = sum(runs[name] == "transformers' code" for name in names)
+        made.append(
+            f"Of the {len(names)} architectures for {words} in the registry of vLLM {vllm()['version']}, Quire runs "
+            f"{native + other}: {native} natively, {other} through transformers' code."
+        )
+    return made
+
+
+def how(name: str, row: dict[str, Any] | None) -> str:
+    if name in ARCHITECTURES:
+        return "native"
+    if row is None:
+        return "not yet"
+    if row["runs"] == "transformers":
+        return "transformers' code"
+    if row["sees"]:
+        return "not yet; its encoder is missing"
+    if row["runs"] == "unknown":
+        return f"not yet; the rules make no checkpoint ({row['reason']})"
+    reason = _PREFIX.sub("", row["reason"])
+    return f"not yet; {_PARTS.sub('it has more parts than a text model', reason)}"
+
+
+def compared(name: str, row: dict[str, Any] | None) -> str:
+    """row: None without an outcome. The other tests of native architectures are named on their pages."""
+    parts = []
+    if row is not None and row.get("tokens"):
+        parts.append("transformers, on texts" if row["sees"] else "transformers")
+    if name in ARCHITECTURES:
+        page = next((page for page in PAGES if f"`{name}`" in _written_by_hand(page)), None)
+        if page is not None:
+            parts.append("[see above](#architectures)" if page == "models.md" else f"[see {page}]({page})")
+    return "; ".join(parts)
+
+
+@cache
+def _written_by_hand(page: str) -> str:
+    """A page's text without the table of this module."""
+    return (ROOT / "docs" / page).read_text().partition(BEGIN)[0]
