@@ -29,7 +29,7 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent
 CHAPTERS = ("execmodel", "naming", "objects", "types", "import", "compound", "assignment")
 PEERS = {"llamacpp": "llama.cpp", "ik": "ik_llama.cpp"}
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 Result = dict[str, Any]
 
 
@@ -88,7 +88,8 @@ def measure(a: argparse.Namespace) -> list[Result]:
             jobs.append(({"engine": PEERS[peer]}, command))
         for dtype, isa, kind in product(a.dtypes, a.instruction_sets, ["", *a.quantization]):
             command = [sys.executable, str(scripts / "logits_quire.py"), *given, "--dtype", dtype, "--cpu-isa", isa]
-            command += ["--max-model-len", str(a.window + 8), "--kv-cache-memory-bytes", str(1 << 28), *a.quire_args]
+            command += ["--max-model-len", str(a.window + 8), "--kv-cache-memory-bytes", str(1 << 28)]
+            command += ["--wait-for-kernels", *a.quire_args]
             command += ["--quantization", kind] if kind else []
             jobs.append(({"engine": "Quire", "dtype": dtype, "isa": isa, "quantization": kind}, command))
         for names, command in tqdm(jobs, desc=a.model.name, dynamic_ncols=True):
@@ -127,7 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="DIR", help="where results go")
     add("--reference", required=True, metavar="PYTHON", help="has transformers, gguf and accelerate")
     add("--peer", type=_pair, action="append", default=[], metavar="NAME=PYTHON", help=", ".join(PEERS))
-    add("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "float32"], help="of Quire")
+    add("--dtypes", nargs="+", choices=DTYPES, default=["auto", "bfloat16", "float32"], help="of Quire")
     add("--instruction-sets", nargs="+", default=["native", "avx2"], metavar="ISA", help="of Quire")
     add("--quantization", nargs="+", default=[], metavar="KIND", help="of Quire, at load")
     add("--tokens", type=int, default=4000, metavar="N", help="scored (default: 4000)")

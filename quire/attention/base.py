@@ -32,10 +32,11 @@ class AttentionShape:
 
     value_dim: None if a token has a key and a value of head_dim each. An integer means a latent cache (MLA in its
     absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
-    key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache stores cells of one byte (cells.py), None if
-    it stores elements of dtype. batch_invariant: whether a token's result must depend only on its own request, not on
-    the composition of the step. by_slot: single tokens of a latent cache are read (sparse attention): a token's
-    elements are contiguous, and block tables list the slot of each key instead of blocks.
+    key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache stores cells of one byte (cells.py),
+    torch.float16 if it stores float16 for a dtype of float32, None if it stores elements of dtype. batch_invariant:
+    whether a token's result must depend only on its own request, not on the composition of the step. by_slot: single
+    tokens of a latent cache are read (sparse attention): a token's elements are contiguous, and block tables list the
+    slot of each key instead of blocks.
     """
 
     num_heads: int

@@ -14,7 +14,7 @@ from quire.ops.cpu.units import TYPES
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
 _TASKS_PER_THREAD = 4  # at least as many as in attention.h
-_CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
+_CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2, torch.float16: 3}
 
 
 class _Geometry(ctypes.Structure):
@@ -59,9 +59,14 @@ class CpuAttention(PreparingBackend):
         super().__init__(shape)
         is_latent = shape.value_dim is not None
         self.cache_dtype, token = shape.dtype, _padded(shape.head_dim)
-        if shape.cell is not None:
+        storage = ""
+        if shape.cell is torch.float16:
+            self.cache_dtype = shape.cell
+            storage = "_fp16"
+        elif shape.cell is not None:
             self.cache_dtype = torch.uint8
             token = token + SCALE_BYTES
+            storage = "_cells"
         self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
             CODES[shape.dtype],
@@ -77,7 +82,7 @@ class CpuAttention(PreparingBackend):
             shape.by_slot,
         )
         self._geometry_address = ctypes.addressof(self._geometry)
-        self._attend = f"quire_attention_attend_{TYPES[CODES[shape.dtype]]}{'_cells' if shape.cell is not None else ''}"
+        self._attend = f"quire_attention_attend_{TYPES[CODES[shape.dtype]]}{storage}"
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -85,6 +90,8 @@ class CpuAttention(PreparingBackend):
             return f"the cpu backend does not run on {shape.device.type}"
         if shape.dtype not in CODES:
             return f"the cpu backend does not support {shape.dtype}"
+        if shape.cell is torch.float16 and shape.dtype is not torch.float32:
+            return f"the cpu backend stores float16 only for float32, not for {shape.dtype}"
         if shape.block_size % 16 or shape.block_size <= 0:
             return f"the cpu backend needs a block size that is a multiple of 16, not {shape.block_size}"
         if library() is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, Scores, Selection, StepLayout
-from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
+from quire.attention.cells import from_bytes, to_bytes, vector_bytes
 from quire.ops.reference.encoder_attention import bias_of
 
 
@@ -33,7 +33,7 @@ class ReferenceAttention(AttentionBackend):
         self._decode: Callable[[Tensor], Tensor] = Tensor.float
         if shape.cell is not None:
             self.cache_dtype = torch.uint8
-            dim = dim + SCALE_BYTES
+            dim = vector_bytes(dim, shape.cell)
             self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
         self.block_shape = (shape.num_kv_heads, 2 if shape.value_dim is None else 1, shape.block_size, dim)
 

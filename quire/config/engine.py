@@ -75,7 +75,8 @@ class ModelConfig:
     def dtype_name(self) -> str:
         """The data type of the model's computation, by its name in torch.
 
-        "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster.
+        "auto" is bfloat16 even for a float16 checkpoint, since CPUs multiply bfloat16 faster. For quantized GGUF files,
+        models/precision.py decides.
         """
         return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
 

@@ -8,6 +8,8 @@ from typing import Any
 from quire.config.engine import EngineConfig
 from quire.engine.machine import Machine
 from quire.models.description import ModelDescription
+from quire.models.precision import type_name
+from quire.ops import Target
 from quire.scheduler.limits import SchedulerLimits
 from quire.worker.plan import RankPlan
 
@@ -28,12 +30,20 @@ class Adjustment:
 
 
 def adjustments_of(
-    given: EngineConfig, description: ModelDescription, limits: SchedulerLimits, machine: Machine, threads: int
+    given: EngineConfig,
+    description: ModelDescription,
+    limits: SchedulerLimits,
+    machine: Machine,
+    target: Target,
+    threads: int,
 ) -> Iterator[Adjustment]:
     """given: the options as the user set them."""
     model = given.model
     if model.dtype == "auto":
-        yield Adjustment("dtype", None, model.dtype_name, "the default on every device")
+        reason = "the default on every device"
+        if target.narrow is not None:
+            reason = f"the default for quantized GGUF files on CPUs, with {type_name(target.narrow)} in the KV cache"
+        yield Adjustment("dtype", None, type_name(target.dtype), reason)
     if model.max_model_len == -1:
         yield Adjustment("max_model_len", "auto", limits.max_model_len, "or less, if the KV cache has no room for it")
     elif model.max_model_len is None:

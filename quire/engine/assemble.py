@@ -29,10 +29,9 @@ from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
 from quire.models.kernel_units import choose_kernels
 from quire.models.kv_groups import kv_groups
-from quire.models.load import resolve_dtype
+from quire.models.precision import target_of
 from quire.models.spec import DecoderSpec
 from quire.observability.logging import logger
-from quire.ops import Target
 from quire.parallel.mesh import Communicator
 from quire.parallel.planning import planned_mesh
 from quire.parallel.sizes import MeshSizes
@@ -136,7 +135,8 @@ def plan_engine(
     group = Communicator(0, config.parallel.tensor_parallel_size)
     check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
     threads = choose_threads(len(config.layout.here), config.kernels.threads, machine.threads)
-    adjustments = tuple(adjustments_of(given, description, limits, machine, threads))
+    target = target_of(config, directory, torch.device("cpu" if machine.is_cpu else "cuda"))
+    adjustments = tuple(adjustments_of(given, description, limits, machine, target, threads))
     return EnginePlan(config, directory, description, limits, compression, machine, threads, adjustments)
 
 
@@ -153,7 +153,7 @@ def plan_first_rank(plan: EnginePlan) -> RankPlan:
     kind = "cuda" if uses_gpu(config) else "cpu"
     is_near = config.layout.machines == 1 and config.cluster.distributed_executor_backend != "ray"
     mesh = planned_mesh(MeshSizes.of(config.parallel), kind, can_share_memory=is_near)
-    target = Target(mesh.device(kind), resolve_dtype(config.model), config.kernels.batch_invariant)
+    target = target_of(config, plan.directory, mesh.device(kind))
     kernels = choose_kernels(config, description.spec, description.config, is_gguf, target, mesh)
     groups = kv_groups(description.spec, plan.limits.max_model_len, mesh.tp)
     return plan_rank(config, plan.limits.max_model_len, mesh, kernels, groups)

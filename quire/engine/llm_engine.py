@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.models.load import resolve_dtype
 from quire.text.hf_tokenizer import HFTokenizer
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class LLMEngine:
         self.model_config = ModelFacts(
             model,
             options.tokenizer or model,
-            resolve_dtype(options),
+            getattr(torch, llm.dtype),
             llm.max_model_len,
             llm.processor.vocab_size,
             options.seed,

@@ -105,7 +105,7 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
 
 def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
     """Meet the other ranks."""
-    from quire.models.load import resolve_dtype
+    from quire.models.precision import resolve_dtype
     from quire.ops.cpu.shared_sums import with_shared_sums
     from quire.parallel.mesh import connect_store, join
     from quire.parallel.symmetric_sums import with_symmetric_sums

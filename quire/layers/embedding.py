@@ -23,7 +23,7 @@ class VocabParallelEmbedding:
         if is_head:
             self.table = method(builder, shape) if method.has_tables else dense_weight(builder, shape)
         else:
-            self.table = DenseWeight(builder, shape, pack=False)
+            self.table = DenseWeight(builder, shape, pack=False, dtype=builder.kernels.target.narrow)
         self.adapters = Adapters()
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)

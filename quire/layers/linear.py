@@ -81,15 +81,21 @@ class Quantizer(Protocol):
 
 
 class DenseWeight(LinearWeight):
-    """A plain matrix in the model's type. It is packed after loading if the kernel has a packed form."""
+    """A plain matrix in the model's type. It is packed after loading if the kernel has a packed form.
+
+    dtype: the type in which a matrix that only `rows` reads is kept, if it is not the model's.
+    """
 
     lasting = "weight"
     has_tables = False
 
-    def __init__(self, builder: Builder, shape: LinearShape, pack: bool = True) -> None:
+    def __init__(
+        self, builder: Builder, shape: LinearShape, pack: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
         self.linear = builder.kernels.linear
+        self.dtype = builder.dtype
         self.out_features = shape.out_features
-        self.weight = builder.parameter(shape.out_features, shape.stop - shape.start)
+        self.weight = builder.parameter(shape.out_features, shape.stop - shape.start, dtype=dtype)
         dense_slots(builder, shape, self.weight)
         builder.weights.append(self)
         self.is_packed = pack and hasattr(self.linear, "pack")
@@ -110,7 +116,7 @@ class DenseWeight(LinearWeight):
     def rows(self, ids: Tensor) -> Tensor:
         if self.is_packed:
             return self.linear.rows(self.weight, ids)  # type: ignore[attr-defined, no-any-return]
-        return torch.nn.functional.embedding(ids, self.weight)
+        return torch.nn.functional.embedding(ids, self.weight).to(self.dtype)
 
     def dense(self) -> Tensor:
         return self.rows(torch.arange(self.out_features)) if self.is_packed else self.weight

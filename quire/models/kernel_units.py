@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from quire.checkpoints.formats.config import quantization_kind
 from quire.config.engine import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
@@ -30,20 +28,22 @@ def choose_kernels(
     build.choose_instruction_set(config.kernels.cpu_isa)
     if target.device.type == "cpu":
         kind = "gguf" if is_gguf else config.model.quantization or quantization_kind(checkpoint)
-        build.prepare(needed_units(config, spec, kind, target.dtype, mesh), may_start_without(config, spec, mesh))
+        build.prepare(needed_units(config, spec, kind, target, mesh), may_start_without(config, spec, mesh))
     return Kernels(target, config.kernels.kernels)
 
 
 def needed_units(
-    config: EngineConfig, spec: DecoderSpec, quantization: str | None, dtype: torch.dtype, mesh: Mesh
+    config: EngineConfig, spec: DecoderSpec, quantization: str | None, target: Target, mesh: Mesh
 ) -> set[str]:
     """Return the units whose kernels a model calls. A unit missing here is compiled on the first call of one of its
     kernels.
 
     quantization: the format of the weights, None for dense ones.
     """
-    has_cells = config.cache.kv_cache_dtype in ("int8", "fp8")
-    units = _OF_ALL | {f"attention_{TYPES[build.CODES[dtype]]}{'_cells' if has_cells else ''}"}
+    storage = "_cells" if config.cache.kv_cache_dtype in ("int8", "fp8") else ""
+    if target.narrow is not None:
+        storage = f"_{TYPES[build.CODES[target.narrow]]}"
+    units = _OF_ALL | {f"attention_{TYPES[build.CODES[target.dtype]]}{storage}"}
     if quantization is not None:
         units |= _OF_QUANTIZED
         if "fp8" in quantization or quantization == "compressed-tensors":

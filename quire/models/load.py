@@ -19,7 +19,7 @@ from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
 from quire.checkpoints.packed.cache import WeightCache, open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
-from quire.config.engine import ConfigError, EngineConfig, ModelConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.linear import LinearMethod
@@ -29,6 +29,7 @@ from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
 from quire.models.model import LoadedModel, MediaEncoder
 from quire.models.pooler import Pooler
+from quire.models.precision import resolve_dtype, target_of
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
 from quire.multimodal.spec import MediaSpec
@@ -40,11 +41,6 @@ from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import DividedStream, ResidualStream
 from quire.parallel.step_halves import Halves, WholeStep
-
-
-def resolve_dtype(options: ModelConfig) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, options.dtype_name)
-    return dtype
 
 
 def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device) -> ExpertRanks | None:
@@ -123,7 +119,7 @@ def load_model(
     lasting.seal()  # memory of earlier loads can be released as a whole, and so can this model's
     description = describe(directory, config.model)
     check_format(config.model.quantization, description.config, directory.is_file())
-    target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
+    target = target_of(config, directory, device)
     load = _load_transformers if config.model.model_impl == "transformers" else _load_decoder
     wanted = _Wanted(directory, config, max_model_len, mesh, show_progress, adapters, weights, description, target)
     return load(wanted)

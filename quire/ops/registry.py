@@ -24,12 +24,15 @@ ANYWHERE = ("cpu", "cuda")
 class Target:
     """The device and type for which an implementation is chosen.
 
-    batch_invariant: whether a row's result must not depend on the number of rows, nor on the other rows.
+    batch_invariant: whether a row's result must not depend on the number of rows, nor on the other rows. narrow: in a
+    float32 model, the type of keys, values and separate embedding tables, of 16 bits. Products with quantized weights
+    may then round their inputs, as in models of 16 bits; in other float32 models, they may not.
     """
 
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool = False
+    narrow: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Kept(NamedTuple):
 
 
 FLOAT32, BFLOAT16 = Kept(torch.float32), Kept(torch.bfloat16)
+NARROW = Kept(torch.float32, torch.float16)
 CELLS = [Kept(d, c) for d in (torch.float32, torch.bfloat16) for c in (torch.int8, torch.float8_e4m3fn)]
 OF_FLOAT16 = [
     pytest.param(Kept(torch.float16, cell), marks=pytest.mark.sampled(4))
@@ -176,11 +177,11 @@ def dense(
 MIXED = [(0, 1), (16, 1), (0, 40), (200, 1), (37, 20), (130, 70), (15, 2), (64, 1)]
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1], CELLS[2], *OF_FLOAT16], ids=str)
+kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, NARROW, CELLS[1], CELLS[2], *OF_FLOAT16], ids=str)
 
 
 @pytest.mark.sampled(22)
-@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, NARROW, *CELLS, *OF_FLOAT16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (14, 2), (8, 1), (71, 1)])
 @pytest.mark.parametrize("window", [None, 16])
 def test_every_grouping_of_heads(backend, kept, heads, kv_heads, window):
@@ -272,7 +273,9 @@ def test_latents_with_everything_else(backend, kept, window):
 @kinds
 def test_a_latent_is_stored_once(backend, kept):
     def token_bytes(dim: int) -> int:
-        return dim * kept.dtype.itemsize if kept.cell is None else dim + 4  # the scale
+        if kept.cell in (None, torch.float16):
+            return dim * (kept.cell or kept.dtype).itemsize
+        return dim + 4  # the scale
 
     attention = build(backend, 4, 1, 576, 16, kept, 512)
     assert attention.entry_bytes() == 16 * token_bytes(576) == allocate(attention, 3)[0].nbytes

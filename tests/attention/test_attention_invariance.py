@@ -190,6 +190,8 @@ CASES = [
     Case(sinks=True),
     Case(biased=128, heads=2, kv_heads=2),
     Case(biased=30, dtype=torch.float32, dim=24, window=333),
+    Case(cell=torch.float16, dtype=torch.float32),
+    Case(cell=torch.float16, dtype=torch.float32, heads=6, dim=80, window=70, sinks=True),
     Case(cell=INT8),
     Case(cell=INT8, dtype=torch.float16, heads=6, window=70),
     Case(cell=FP8, heads=6, kv_heads=2, dim=96),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.test_attention import BACKENDS, CELLS, OF_FLOAT16, World, allocate, build
+from attention.test_attention import BACKENDS, CELLS, NARROW, OF_FLOAT16, World, allocate, build
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, StepLayout
@@ -135,6 +135,24 @@ def test_both_backends_see_the_same(kept):
     torch.testing.assert_close(lse, other_lse, rtol=1e-5, atol=1e-5)
     tolerance = 1e-5 if kept.dtype is torch.float32 else 2**-7
     torch.testing.assert_close(out, other, rtol=tolerance, atol=tolerance)
+
+
+@backends
+@pytest.mark.parametrize("tokens", [1, 32, 45])
+@pytest.mark.parametrize("head_dim", [8, 33, 64])
+def test_a_float32_model_stores_float16_and_only_infinities_become_infinite(backend, tokens, head_dim):
+    attention = build(backend, 2, 2, head_dim, 16, NARROW)
+    g = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, tokens, 2, head_dim, generator=g) * torch.logspace(-9, 6, tokens)[:, None, None]
+    k[0, 0, :4] = torch.tensor([65519.9, 65536, -1e30, float("inf")])
+    cache = allocate(attention, 3)
+    attention.store(cache, k, v, attention.plan(one_request(attention, tokens)))
+    for plane, x in enumerate((k, v)):
+        held = attention.read(cache, torch.arange(3), plane)[:tokens].float()
+        wanted = x.half().float()
+        wanted = torch.where(wanted.isinf() & x.isfinite(), x.sign() * 65504, wanted)
+        assert torch.equal(held, wanted)
+    assert k[0, 0, 3] == attention.read(cache, torch.arange(3), 0)[0, 0, 3].float()
 
 
 def test_half_the_bytes_of_bfloat16():

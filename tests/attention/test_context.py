@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_attention import BFLOAT16, CELLS, FLOAT32, MIXED, Kept, World, allocate, dense
+from test_attention import BFLOAT16, CELLS, FLOAT32, MIXED, NARROW, Kept, World, allocate, dense
 
 from quire.attention.base import AttentionBackend, AttentionShape, Scores
 from quire.attention.cells import from_bytes, to_bytes
@@ -167,7 +167,7 @@ def test_any_chunks_of_any_requests(seed):
     )
 
 
-kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
+kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, NARROW, *CELLS], ids=str)
 
 
 @pytest.mark.sampled(6)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention.test_attention import BFLOAT16, CELLS, FLOAT32, OF_FLOAT16, World, blocks_of, build
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, NARROW, OF_FLOAT16, World, blocks_of, build
 from torch import Tensor
 
 from quire.attention.base import Preparation
@@ -45,7 +45,7 @@ def both_ways(world: World, kernels: Kernels, norm: str | None, rotary: str | No
 
 
 @pytest.mark.sampled(27)
-@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, NARROW, *CELLS, *OF_FLOAT16], ids=str)
 @pytest.mark.parametrize("requests", [[(0, 1)], [(3, 70), (0, 16), (40, 1)], [(9, 1)] * 20], ids=str)
 @pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])
 @pytest.mark.parametrize("norm", ["model's type", "float32", None])

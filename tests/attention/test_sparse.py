@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from attention.test_attention import BFLOAT16, CELLS, FLOAT32, OF_FLOAT16, Kept
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, NARROW, OF_FLOAT16, Kept
 from attention.test_attention_invariance import BLOCK, layout_of
 from torch import Tensor
 
@@ -134,7 +134,7 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS, *OF_FLOAT16], ids=str)
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, NARROW, *CELLS, *OF_FLOAT16], ids=str)
 def test_a_token_attends_to_the_tokens_with_the_highest_scores(backend, kept):
     SparseWorld(backend, kept, MIXED).check(1e-5 if kept.dtype is torch.float32 else 2e-2)
 

@@ -213,7 +213,8 @@ def test_each_kernel_is_in_one_unit_and_units_rename_those_of_their_types():
     units = build.read_units(build.SOURCES)
     kernels = [kernel for unit in units.values() for kernel in unit.kernels if kernel.startswith("quire_")]
     assert len(kernels) == len(set(kernels))
-    assert {"quire_attention_attend_bf16", "quire_attention_attend_float_cells", "quire_linear"} <= set(kernels)
+    attention = {f"quire_attention_attend_{form}" for form in ("bf16", "float_cells", "float_fp16")}
+    assert attention | {"quire_linear"} <= set(kernels)
     assert "quire_attention_attend" not in kernels
 
 

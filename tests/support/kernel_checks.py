@@ -91,7 +91,8 @@ def _check_attention(dtype: torch.dtype) -> None:
     World(CpuAttention(latent), MIXED).check()
     ours = SimpleNamespace(rms_norm=implementation("rms_norm"), rotary_embedding=implementation("rotary_embedding"))
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for cell in (None, torch.int8, torch.float8_e4m3fn):
+    cells = (None, torch.int8, torch.float8_e4m3fn, *[torch.float16] * (dtype is torch.float32))
+    for cell in cells:
         kept = Kept(dtype, cell)
         if cell is not None:
             World(CpuAttention(replace(shape, cell=cell)), MIXED).check()

@@ -36,7 +36,7 @@ constexpr int64_t PARALLEL_COST = 8 * 256;  // with less work, one thread finish
 
 // Geometry and Step are mirrored in quire/attention/cpu.py, which also has the sizes of Task and Merge.
 struct Geometry {
-  int32_t dtype, cells;  // cells: 0 for none, 1 for int8, 2 for fp8
+  int32_t dtype, cells;  // cells: 0 for elements of dtype, 1 for int8, 2 for fp8, 3 for float16 of float32
   int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys; dim is padded
   int32_t out_dim, out_pad;  // of values and the result; out_pad is padded
@@ -59,16 +59,19 @@ inline int64_t plane_words(const Geometry& g) {
   return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
 }
 
-// Calls f(S{}) with the geometry's storage format. A translation unit for one type (units.py) is compiled either with
-// or without cells.
+// Calls f(S{}) with the geometry's storage format. A translation unit for one type (units.py) is compiled for elements of
+// this type, for one-byte cells, or for float16.
 template <class F>
 inline void with_storage(const Geometry& g, F f) {
   with_type(g.dtype, [&](auto type) {
     using T = decltype(type);
 #if !defined(QUIRE_CELLS)
-    if (g.cells == 0) f(Whole<T>{});
-    else if (g.cells == 1) f(Cells<T, Int8>{});
-    else f(Cells<T, Fp8>{});
+    if (g.cells == 1) return f(Cells<T, Int8>{});
+    if (g.cells == 2) return f(Cells<T, Fp8>{});
+    if (std::is_same_v<T, float> && g.cells == 3) return f(Narrowed{});
+    f(Whole<T>{});
+#elif QUIRE_CELLS == 2
+    f(Narrowed{});
 #elif QUIRE_CELLS
     g.cells == 1 ? f(Cells<T, Int8>{}) : f(Cells<T, Fp8>{});
 #else

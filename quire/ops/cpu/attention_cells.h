@@ -1,8 +1,9 @@
-// The format of a cache element: the model's type, or a one-byte cell, int8 or fp8 (e4m3). With cells, each token's key
-// and value have one scale per head (defined in quire/attention/cells.py).
+// The format of a cache element: the model's type, float16 in a float32 model, or a one-byte cell, int8 or fp8 (e4m3).
+// With one-byte cells, each token's key and value have one scale per head (defined in quire/attention/cells.py).
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "vector.h"
 
@@ -113,9 +114,28 @@ struct Whole {
   struct Expand {
     void operator()(u32x16 stored, u32x16* lines) const { unpack<Type>(stored, lines); }
   };
+  static void copy(const Type* from, int64_t n, Element* to) { memcpy(to, from, n * sizeof(Type)); }
   // x: [n] -> elements: [size], padded with zeros in `room`. Returns these, or x if no padding is needed.
   static const Type* encode(const Type* x, int n, int size, Element* room, float*) {
     return n == size ? x : (const Type*)memcpy(room, x, n * sizeof(Type));
+  }
+};
+
+// The storage of float16 for a model with float32 tensors. Larger finite numbers become the largest float16.
+struct Narrowed : Whole<fp16> {
+  using Tensor = float;
+
+  static void copy(const float* from, int64_t n, fp16* to) {
+    constexpr float LARGEST = 65504, INFINITE = std::numeric_limits<float>::infinity();
+    for_lanes(n, [&](int64_t i, int lanes) {
+      f32x16 x = load_up_to(from + i, lanes);
+      x = where((x > LARGEST) & (x < INFINITE), splat(LARGEST), x);
+      store_up_to(to + i, where((x < -LARGEST) & (x > -INFINITE), splat(-LARGEST), x), lanes);
+    });
+  }
+  static const fp16* encode(const float* x, int n, int, fp16* room, float*) {
+    copy(x, n, room);
+    return room;
   }
 };
 

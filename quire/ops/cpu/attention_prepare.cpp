@@ -29,19 +29,27 @@ inline bool follow(const int64_t* slots) {
   return true;
 }
 
-// Stores 16 consecutive tokens in 16 consecutive slots of a block, whole lines at a time. Not for cells.
-template <class T>
+// Copies n elements in the storage format, followed by zeros.
+template <class S, int N>
+QUIRE_INLINE void copy_elements(const typename S::Tensor* from, int n, typename S::Element (&to)[N]) {
+  if (n == N) return S::copy(from, N, to);
+  memset(to, 0, sizeof(to));
+  S::copy(from, n, to);
+}
+
+// Stores 16 consecutive tokens in 16 consecutive slots of a block, whole lines at a time. Not for one-byte cells.
+template <class S, class T = typename S::Tensor>
 void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int head_dim, int dim, int block_size,
                  int offset, uint32_t* keys, uint32_t* values) {
-  constexpr int P = PAIR<T>, WORDS = LANES;
+  using Element = typename S::Element;
+  constexpr int P = PAIR<Element>, WORDS = LANES;
   for (int w = 0; w < dim / P; w += WORDS) {  // with pairs, only half of the last 16 words may exist
     u32x16 lines[LANES];
     const int count = std::clamp(head_dim - w * P, 0, LANES * P);
     for (int t = 0; t < LANES; t++) {
-      const T* from = k + t * k_stride + w * P;
-      T part[LANES * P] = {};
-      if (count < LANES * P) from = (const T*)memcpy(part, from, count * sizeof(T));
-      memcpy(&lines[t], from, sizeof(part));
+      Element part[LANES * P];
+      copy_elements<S>(k + t * k_stride + w * P, count, part);
+      memcpy(&lines[t], part, sizeof(part));
     }
     transpose(lines);
     for (int i = 0; i < std::min(WORDS, dim / P - w); i++)
@@ -53,10 +61,9 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
       u32x16 words = {};
       const int n = std::clamp(head_dim - d, 0, LANES);
       for (int i = 0; i < P; i++) {
-        const T* from = v + (t + i) * v_stride + d;
-        T part[LANES] = {};
-        if (n < LANES) from = (const T*)memcpy(part, from, n * sizeof(T));
-        words |= load_bits(from) << 16 * i;
+        Element part[LANES];
+        copy_elements<S>(v + (t + i) * v_stride + d, n, part);
+        words |= load_bits(part) << 16 * i;
       }
       store(values + (offset + t) / P * dim + d, words);
     }
@@ -134,8 +141,8 @@ void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, cons
       }
       if constexpr (!S::SCALED)
         if (offset % LANES == 0 && block_size % LANES == 0 && t + LANES <= last && follow(slots + t)) {
-          store_lines(k + t * k_stride + head * k_head_stride, k_stride, v + t * v_stride + head * v_head_stride,
-                      v_stride, g.head_dim, dim, block_size, int(offset), keys, g.is_latent ? nullptr : keys + plane);
+          store_lines<S>(k + t * k_stride + head * k_head_stride, k_stride, v + t * v_stride + head * v_head_stride,
+                         v_stride, g.head_dim, dim, block_size, int(offset), keys, g.is_latent ? nullptr : keys + plane);
           t += LANES - 1;
           continue;
         }

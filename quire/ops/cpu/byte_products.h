@@ -115,8 +115,7 @@ struct Activations {
   static void quantize_group(const T* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
     f32x16 top = {};
     for_lanes(n, [&](int64_t i, int count) {
-      const f32x16 v = load_up_to(x + i, count);
-      top = larger(top, where(v < 0.0f, -v, v));
+      top = larger(top, as<f32x16>(as<u32x16>(load_up_to(x + i, count)) & 0x7fffffffu));
     });
     const float largest = maximum(top), inverse = largest > 0 ? 127 / largest : 0;
     scale = largest / 127;

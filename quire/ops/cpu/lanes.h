@@ -242,6 +242,11 @@ QUIRE_INLINE u8x16 low_bytes(u32x16 v) {
   const uint16x8_t first = vcombine_u16(vmovn_u32(v.parts[0]), vmovn_u32(v.parts[1]));
   const uint16x8_t second = vcombine_u16(vmovn_u32(v.parts[2]), vmovn_u32(v.parts[3]));
   return as<u8x16>(vcombine_u8(vmovn_u16(first), vmovn_u16(second)));
+#elif defined(__AVX2__)  // gcc 12 joins the halves in memory, and waits for them
+  const u32x16 bytes = v & 0xffu;
+  const __m256i halves = _mm256_packus_epi32((__m256i)bytes.parts[0], (__m256i)bytes.parts[1]);
+  const __m256i sorted = _mm256_permute4x64_epi64(halves, 0xd8);
+  return as<u8x16>(_mm_packus_epi16(_mm256_castsi256_si128(sorted), _mm256_extracti128_si256(sorted, 1)));
 #else
   typedef uint16_t Halves __attribute__((vector_size(32)));
   return __builtin_convertvector(as<Halves>(low_halves(v)), u8x16);

@@ -120,13 +120,14 @@ class QuantizedPanels:
         return {name: panels for name in names if (panels := getattr(self, name)) is not None}
 
 
-def _in_two_bytes(target: Target) -> bool:
-    return on_cpu(target) and target.dtype is not torch.float32
+def _may_round(target: Target) -> bool:
+    return on_cpu(target) and (target.dtype is not torch.float32 or target.narrow is not None)
 
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
 def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """Dequantize the weight in each product, for models in float32 and for forms that cannot be in panels."""
+    """Dequantize the weight in each product, for models that are float32 throughout and for forms that cannot be in
+    panels."""
     offsets = torch.tensor([0, len(x)])
     parts = []
     for start, stop, dense in dense_parts(weight, x.dtype):
@@ -135,7 +136,7 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@quantized_linear.implementation("cpu", supports=_in_two_bytes)
+@quantized_linear.implementation("cpu", supports=_may_round)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
     """If the weight's codes are integers, activations are rounded to 8 bits, with a scale for each row and group."""
     if isinstance(weight, QuantizedMatrix):  # a form that cannot be in panels
@@ -226,7 +227,7 @@ def _base(matrix: QuantizedMatrix, bits: int) -> int:
     return 0 if matrix.offsets is not None else (1 << (matrix.bits - 1)) - (1 << (bits - 1))
 
 
-@grouped_quantized_linear.implementation("cpu", supports=_in_two_bytes)
+@grouped_quantized_linear.implementation("cpu", supports=_may_round)
 def grouped_quantized_linear_cpu(
     x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None, offsets: Tensor
 ) -> Tensor:

@@ -15,7 +15,9 @@ from pathlib import Path
 TEAM = "team"
 TYPES = {0: "float", 1: "bf16", 2: "fp16"}  # by the codes of build.py: C++ types, and suffixes of kernels
 _STORAGES = {"": "0", "_cells": "1"}
-_BY_TYPE = ("attention",)  # sources that are compiled once for each type and storage, since that takes long
+# Sources that are compiled once for each type and storage, since that takes long
+_BY_TYPE = ("attention",)
+_FORMS = [*product(TYPES.values(), _STORAGES.items()), ("float", ("_fp16", "2"))]  # the last: float16 of float32
 _KERNEL = re.compile(r"\bvoid (\w+)\(")
 _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 _kernels_in = cache(_KERNEL.findall)  # by text: several units have the same source, and many the same headers
@@ -64,7 +66,7 @@ def read_units(folder: Path) -> dict[str, Unit]:
         if name not in _BY_TYPE:
             found[name] = Unit(name, source)
             continue
-        for type_name, (storage, cells) in product(TYPES.values(), _STORAGES.items()):
+        for type_name, (storage, cells) in _FORMS:
             defines = (f"-DQUIRE_TYPE={type_name}", f"-DQUIRE_CELLS={cells}")
             suffix = f"_{type_name}{storage}"
             found[name + suffix] = Unit(name + suffix, source, suffix, defines)

@@ -357,9 +357,9 @@ QUIRE_INLINE u32x16 load_factors(const T* p) {
   else return as<u32x16>(load(p));
 }
 
-template <class T>
-inline void copy_factors(const T* from, int64_t n, Factor<T>* to) {
-  if constexpr (UNPACKED<T> == 1) memcpy(to, from, n * sizeof(T));
+template <class T, class F>
+inline void copy_factors(const T* from, int64_t n, F* to) {
+  if constexpr (std::is_same_v<T, F>) memcpy(to, from, n * sizeof(T));
   else for_lanes(n, [&](int64_t i, int lanes) { store_up_to(to + i, load_up_to(from + i, lanes), lanes); });
 }
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from quire.attention.base import AttentionShape, CacheBackend
 from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
@@ -48,7 +46,7 @@ def make_backends(
                 target.dtype,
                 target.device,
                 cache.value_dim,
-                _cell(config),
+                target.narrow or CELLS.get(config.cache.kv_cache_dtype),
                 target.batch_invariant,
             )
             if (indexer := cache.indexer) is not None:
@@ -82,8 +80,3 @@ def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes
         is_state = isinstance(backend, StateBackend)
         sizes[is_state] = max(sizes.get(is_state, 0), backend.entry_bytes())
     return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))
-
-
-def _cell(config: EngineConfig) -> torch.dtype | None:
-    """Return the type of a cache element. None means the model's own type."""
-    return CELLS.get(config.cache.kv_cache_dtype)
