@@ -13,7 +13,7 @@ class KernelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: str | None = None
     cpu_isa: Literal[
-        "native", "amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon-bf16", "neon-dotprod", "neon"
+        "native", "amx", "avx512-bf16", "avx512-vnni", "avx512", "avx-vnni", "avx2", "neon-bf16", "neon-dotprod", "neon"
     ] = "native"
     threads: int | None = None
     kernels: dict[str, str] = option({}, json=True)

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from quire.checkpoints.formats.config import check_format
 from quire.config.conflicts import check
 from quire.config.engine import EngineConfig

@@ -133,6 +133,7 @@ class Decoder(LayerStack, Model):
         embedding_size = spec.embedding_size or spec.hidden_size
         if stage.has_embedding:
             self._make_embedding(builder, names, embedding_size)
+        self.streams = None if spec.altup is None else Streams(builder, spec.altup, spec.hidden_size, {**names})
         super().__init__(builder, spec, max_model_len, stage.layers)
         self.project_out: ReplicatedLinear | None = None
         self.lm_head: LMHead | None = None
@@ -165,7 +166,6 @@ class Decoder(LayerStack, Model):
         if spec.per_layer is not None:
             layers = spec.num_layers
             self.per_layer = PerLayerEmbedding(builder, spec.per_layer, layers, spec.hidden_size, spec.norm, {**names})
-        self.streams = None if spec.altup is None else Streams(builder, spec.altup, spec.hidden_size, {**names})
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
 

@@ -301,7 +301,7 @@ def test_an_unknown_architecture_is_told_which_there_are(copy):
         make_llm(copy)
     set_config(copy, architectures=...)
     with pytest.raises(
-        ValueError, match=r"\(none named in config.json\) is not supported; supported: Apertus.*BertModel"
+        ValueError, match=r"\(none named in config.json\) is not supported; supported: Afmoe.*BertModel"
     ):
         make_llm(copy)
 

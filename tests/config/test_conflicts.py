@@ -223,7 +223,7 @@ ALLOWED = {
     "a file or an address that cannot be used": """cli/flags.py cluster/addresses.py cluster/head.py cluster/secret.py
         engine/cores.py engine/kv_events.py server/access_log.py server/listening.py server/response_store.py
         transfer/link.py transfer/ranks.py worker/tiers.py""",
-    "memory or devices that do not suffice": """engine/assemble.py executor/ray_cluster.py scheduler/compression.py
+    "memory or devices that do not suffice": """engine/devices.py executor/ray_cluster.py scheduler/compression.py
         worker/device.py worker/memory.py""",
     "a package, a plugin or a compiler that is missing": """cli/compile.py executor/messages.py layers/deep_ep.py
         models/load.py sampling/logits_processors.py server/middleware.py server/tracing.py structured/backends.py""",

@@ -24,6 +24,7 @@ from support.documents import GUIDES, ROOT, Block, Command, blocks, commands, wr
 LANGUAGES = {"bash", "python", "json", "yaml", "toml", "ini", "promql", "text", "dockerfile"}
 PROGRAMS = {"quire", "pip", "python", "pytest", "curl", "ray", "openssl", "(", "mkdocs", "pre-commit"}
 PROGRAMS |= {"docker", "python3", "install", "systemctl"}  # of deployment
+PROGRAMS |= {"export", "benchmarks/gpu/wheels.sh", "benchmarks/gpu/first_contact.sh"}
 PROGRAMS |= {"codex", "claude", "opencode", "qwen", "aider"}  # coding agents
 BLOCKS = list(chain.from_iterable(map(blocks, GUIDES)))
 COMMANDS = list(chain.from_iterable(map(commands, GUIDES)))

@@ -17,7 +17,9 @@ from quire.scheduler.scheduler import Scheduler
 from support.checkpoints import ALL_VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of
 from support.families.experts import EXPERTS as FIRST_EXPERTS
+from support.families.mixtures import MIXTURES
 from support.families.recent import RECENT_EXPERTS
+from support.families.rms_norm import RMS_NORM
 from support.families.states import STATES
 from support.reference import LENGTHS
 from support.shared_experts import SharedExperts
@@ -25,9 +27,11 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-RECURRENT = {name: v for name, v in STATES.items() if v[1].get("num_experts") or v[1].get("num_local_experts")}
-EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **RECURRENT}
-FIRST_WITH_EXPERTS = [*(variant for variant in FIRST if variant in EXPERTS), "granitemoehybrid-experts"]
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+OTHER_FAMILIES = {name: v for name, v in {**RMS_NORM, **STATES}.items() if COUNTS & v[1].keys()}
+EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **MIXTURES, **OTHER_FAMILIES}
+FIRST_WITH_EXPERTS = [variant for variant in FIRST if variant in EXPERTS]
+FIRST_WITH_EXPERTS += ["gemma4-experts", "granitemoehybrid-experts", "nemotron_h-experts"]
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 OTHERS = [variant for variant in EXPERTS if variant not in FIRST]
 

@@ -83,6 +83,15 @@ def test_every_architecture_of_transformers_is_recorded():
     others |= {"BitNetForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"}
     others |= {"NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM"}
     others |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "RWKV7ForCausalLM"}
+    others |= {"AfmoeForCausalLM", "BloomForCausalLM", "CodeGenForCausalLM", "Cohere2MoeForCausalLM"}
+    others |= {"CwmForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "FlexOlmoForCausalLM"}
+    others |= {"GPTBigCodeForCausalLM", "GPTJForCausalLM", "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"}
+    others |= {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "GraniteMoeForCausalLM"}
+    others |= {"GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM"}
+    others |= {"HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
+    others |= {"Lfm3ForCausalLM", "MPTForCausalLM", "MellumForCausalLM", "MiMoV2FlashForCausalLM"}
+    others |= {"MiniCPM3ForCausalLM", "Mistral4ForCausalLM", "MptForCausalLM", "OlmoHybridForCausalLM"}
+    others |= {"PersimmonForCausalLM", "SolarOpenForCausalLM", "Starcoder2ForCausalLM", "YoutuForCausalLM"}
     assert named | others == set(ARCHITECTURES)
 
 
