@@ -20,4 +20,4 @@ import quire.platform.untrusted.pool
 import quire.scheduler.scheduler
 
 with suppress(ImportError):
-    import torchgen.model
+    import torchgen.model  # type: ignore[import-untyped]

@@ -69,10 +69,8 @@ def test_the_page_has_all_architectures(request):
 
 
 def test_what_the_registry_has_runs_natively():
-    """Nemotron 3 is a Nemotron-H with layers that Quire lacks."""
     native = [name for name in ROWS if name.partition(":")[0] in ARCHITECTURES]
-    others = [name for name in native if ROWS[name]["runs"] not in ("native", "unknown")]
-    assert others == ["NemotronHForCausalLM:nemotron_h"]
+    assert [name for name in native if ROWS[name]["runs"] not in ("native", "unknown")] == []
 
 
 def test_vllms_status_is_that_of_its_registry():

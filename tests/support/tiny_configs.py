@@ -193,6 +193,8 @@ def _rope(name: str, value: Any) -> Any:
         return {key: _rope(key, item) for key, item in value.items()}
     if name in ("short_factor", "long_factor"):
         return value[: HEAD_DIM // 2]
+    if name == "partial_rotary_factor":  # an even number of rotated elements
+        return max(2, int(HEAD_DIM * value) // 2 * 2) / HEAD_DIM
     if name == "mrope_section":
         return _SECTIONS[HEAD_DIM // 2]
     if name == "original_max_position_embeddings":

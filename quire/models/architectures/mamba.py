@@ -212,7 +212,7 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
         norm,
         conv_bias=bool(config.get("use_conv_bias", True)),
         bias=bool(config.get("mamba_proj_bias", False)),
-        time_step=_limits(config.get("time_step_limit")),
+        time_step=(config.get("time_step_min", config.get("mamba_dt_min", 0.001)), float("inf")),
     )
     mlp = MLPSpec(
         config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bool(config.get("mlp_bias", False))
