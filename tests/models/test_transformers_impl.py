@@ -127,18 +127,18 @@ def test_the_models_are_some_that_quire_lacks(cases):
 
 def test_auto_runs_transformers_code_where_quire_has_no_layers(cases, caplog):
     caplog.set_level("INFO", logger="quire")
-    expected = cases.continuations("starcoder2")[2]
-    llm = make_llm(cases.path("starcoder2"))
+    expected = cases.continuations("vaultgemma")[2]
+    llm = make_llm(cases.path("vaultgemma"))
     expected.check(tokens_of(generate(llm, [expected.prompt]))[0])
     lines = [record.message for record in caplog.records if "transformers" in record.message]
-    assert lines == ["Starcoder2ForCausalLM runs transformers' own code, which is slower than Quire's layers"]
+    assert lines == ["VaultGemmaForCausalLM runs transformers' own code, which is slower than Quire's layers"]
     assert llm.config.model.model_impl == "transformers"
     assert make_llm(cases.path("llama")).config.model.model_impl == "auto"
 
 
 def test_auto_names_an_option_that_transformers_code_lacks(cases):
     with pytest.raises(ConfigError, match=r"model_impl='transformers' and quantization exclude each other"):
-        make_llm(cases.path("starcoder2"), quantization="int8")
+        make_llm(cases.path("vaultgemma"), quantization="int8")
 
 
 def test_a_model_type_without_a_class_of_its_own_runs_that_of_another_family(tmp_path):
