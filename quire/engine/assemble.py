@@ -31,7 +31,7 @@ from quire.messages.engine import RendezvousPlace
 from quire.models.description import describe
 from quire.models.kernel_units import choose_kernels
 from quire.models.kv_groups import kv_groups
-from quire.models.precision import target_of
+from quire.models.precision import target_of, type_name
 from quire.models.spec import DecoderSpec
 from quire.observability.logging import logger
 from quire.parallel.mesh import Communicator
@@ -172,6 +172,12 @@ def explain(config: EngineConfig) -> dict[str, Any]:
     max_model_len = describe(directory, config.model).max_model_len
     plan = plan_engine(config, directory, max_model_len, shares_experts=config.parallel.shares_experts)
     return plan.as_data(plan_first_rank(plan))
+
+
+def dtype_name(config: EngineConfig, directory: Path) -> str:
+    """Return the name of the type of the tensors between a model's products. Raises WeightError."""
+    device = torch.device("cuda" if uses_gpu(config) else "cpu")
+    return type_name(target_of(config, directory, device).dtype)
 
 
 def make_core(

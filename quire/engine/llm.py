@@ -8,21 +8,19 @@ from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from msgspec import structs
 from tqdm import tqdm
 
 from quire.config.conflicts import check
 from quire.config.engine import EngineConfig
 from quire.config.features import Place, Setup
-from quire.engine.assemble import make_core
+from quire.engine.assemble import dtype_name, make_core
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt, as_list, refuse_arguments
-from quire.executor.choice import uses_gpu
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -46,7 +44,6 @@ from quire.messages.outputs import (
 from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
-from quire.models.precision import target_of, type_name
 from quire.observability.profiling.client import start_order, stop_order
 from quire.platform.untrusted.limits import BusyError
 from quire.text.hf_tokenizer import HFTokenizer
@@ -92,8 +89,7 @@ class LLM:
         self.frontend = frontend
         check(Setup(self.config, place=Place(in_llm=True)))
         self.processor = self.frontend.processor
-        device = torch.device("cuda" if uses_gpu(self.config) else "cpu")
-        self.dtype = type_name(target_of(self.config, self.frontend.directory, device).dtype)
+        self.dtype = dtype_name(self.config, self.frontend.directory)
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len, has_one_user=True)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
