@@ -32,7 +32,7 @@ NOISY = {
     "qwen3_5_moe_text": 6e-4,
     "kimi_linear": 1.5e-4,
     "olmo_hybrid": 1e-4,
-    "gemma4": 1.5e-4,
+    "gemma4": 1e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,
 }
