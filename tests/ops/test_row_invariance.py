@@ -19,12 +19,27 @@ ROWS = 200
 Function = Callable[[Tensor], Tensor]  # of [rows, ...] by rows
 
 
-@pytest.fixture(params=["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.sampled(5))])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+@pytest.fixture(
+    params=[
+        "float32",
+        "bfloat16",
+        pytest.param("float16", marks=pytest.mark.sampled(5)),
+        *(pytest.param(f"{name} avx2", marks=pytest.mark.slow) for name in ("float32", "bfloat16", "float16")),
+    ]
+)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Kernels for a dtype, and for AVX2 alone if the parameter says so."""
+    dtype, *instruction_set = request.param.split()
+    try:
+        build.choose_instruction_set(*instruction_set or ["native"])
+    except ValueError as error:
+        pytest.skip(str(error))
     if build.library() is None:
+        build.choose_instruction_set("native")
         pytest.skip("the CPU kernels cannot be compiled here")
     torch.manual_seed(0)
-    return Kernels(Target(CPU, getattr(torch, request.param)))
+    yield Kernels(Target(CPU, getattr(torch, dtype)))
+    build.choose_instruction_set("native")
 
 
 @pytest.fixture(autouse=True)

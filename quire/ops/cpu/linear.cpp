@@ -3,6 +3,8 @@
 #include "panels.h"
 #include "replay.h"
 
+#include <climits>
+
 using namespace quire;
 
 namespace {
@@ -19,16 +21,20 @@ struct Dense {
   // Sums take up to 12 of AVX2's 16 registers (24 of NEON's 32): from six rows with one line to one row with four
   // lines.
   static constexpr bool IN_BLOCKS = IS_BF16;
+  // For this many visits, lines are unpacked once and stored one after the other.
+  static constexpr int UNPACKS_FROM = IN_BLOCKS ? INT_MAX : std::is_same_v<T, fp16> ? 3 : 5;
+  static constexpr int64_t UNPACKED_BYTES = 1 << 16;  // of a part: its four lines do not fit into L1 together
   struct Rows {
     static constexpr int ROWS = IN_BLOCKS ? MAX_ROWS : 6, IN_ORDER = IN_BLOCKS ? MAX_ROWS : 1;
   };
   struct Blocking {
     static constexpr int COLUMNS = IN_BLOCKS ? MAX_COLUMNS : PANEL_LINES;
-    static constexpr bool FETCHES = false;
-    static int64_t chunk(int) { return CHUNK_BYTES; }
+    static constexpr bool FETCHES = false, BY_LINE = true;
+    static int64_t chunk(int pieces) { return pieces < UNPACKS_FROM ? CHUNK_BYTES : UNPACKED_BYTES / LINES; }
   };
   static constexpr int columns(int rows) { return rows == 1 ? PANEL_LINES : rows <= 3 ? 2 : 1; }
 #else
+  static constexpr int UNPACKS_FROM = INT_MAX;
   static constexpr int columns(int) { return PANEL_LINES; }
 #endif
 
@@ -73,14 +79,41 @@ struct Dense {
 #endif
 
   void expect(int64_t, int) const {}
-  bool unpacks(int, bool) const { return false; }
+  bool unpacks(int pieces, bool) const { return pieces >= UNPACKS_FROM; }
 
-  Part part(int64_t panel, int64_t word, int64_t words, int lines, int, bool, Unpacked&, Ahead&) const {
-    return {panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
+  Part part(int64_t panel, int64_t word, int64_t words, int lines, int pieces, bool, Unpacked& unpacked,
+            Ahead& ahead) const {
+    Part part{panel, lines, word, words, weights + panel * PANEL * row_words + word * lines * LANES};
+    if (unpacks(pieces, false)) part.weights = in_lines(part, unpacked.words, ahead), part.is_wide = true;
+    return part;
+  }
+
+  // Returns a part's lines, unpacked: [lines, words * LINES, LANES].
+  const uint32_t* in_lines(const Part& part, std::vector<uint32_t>& kept, Ahead& ahead) const {
+    const int64_t count = part.words * LINES;
+    uint32_t* const all = room(kept, part.lines * count * LANES);
+    const uint32_t* from = part.weights;
+    Ahead::Pace pace = ahead.pace(part.words);
+    for (int64_t i = 0; i < count; i += LINES) {
+      ahead.fetch(pace);
+      for (int line = 0; line < part.lines; line++, from += LANES) {
+        u32x16 factors[LINES];
+        unpack<T>(load_words(from), factors);
+#pragma GCC unroll 2
+        for (int j = 0; j < LINES; j++) store(all + (line * count + i + j) * LANES, factors[j]);
+      }
+    }
+    return all;
   }
 
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    if constexpr (C == 1 && UNPACKS_FROM < INT_MAX)
+      if (part.is_wide) {
+        add_unpacked<R>(part, row, line, sums, ahead);
+        if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
+        return;
+      }
     constexpr int AT_ONCE = std::min(C, columns(R));
     for (int c = 0; c < C; c += AT_ONCE) {
       Ahead fetched = ahead.portion((C - c) / AT_ONCE);
@@ -89,6 +122,39 @@ struct Dense {
     // After the last part, the sums are complete. Each visit writes its own results, so that the next visit computes
     // while the results' cache lines are fetched.
     if (part.word + part.words == row_words && visits_write(part.panel)) write(part.panel, row, R, line, C, sums);
+  }
+
+  // Adds the products of R rows and an unpacked line.
+  template <int R>
+  void add_unpacked(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
+    const int64_t count = part.words * LINES, bytes = x_stride * sizeof(F);
+    const uint32_t* w = part.weights + line * count * LANES;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
+    constexpr int AT_ONCE = 8;
+    Ahead::Pace pace = ahead.pace((count + AT_ONCE - 1) / AT_ONCE);
+    f32x16 sum[R];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) sum[r] = part.is_first() ? f32x16{} : load(sums + r * PANEL);
+    auto add = [&] __attribute__((always_inline)) {
+      const u32x16 factors = load_words(w);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        uint32_t word;
+        memcpy(&word, from + r * bytes, 4);
+        sum[r] = add_dot<F>(sum[r], factors, splat(word));
+      }
+      w += LANES, from += 4;
+    };
+    for (int64_t left = count; left > 0; left -= AT_ONCE) {
+      ahead.fetch(pace);
+      if (left >= AT_ONCE)
+#pragma GCC unroll 8
+        for (int i = 0; i < AT_ONCE; i++) add();
+      else
+        for (int64_t i = 0; i < left; i++) add();
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) store(sums + r * PANEL, sum[r]);
   }
 
   // Keeps the sums in registers throughout the part.
@@ -178,8 +244,12 @@ void quire_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, cons
       Dense<T> dense{(const uint32_t*)packed, factors, stride, (const T*)bias, (T*)result, out, words};
       multiply(dense, {rows, out, words, bounds, experts}, threads);
     };
-    if constexpr (UNPACKED<T> == 1) run((const T*)x, x_stride);
-    else run(widened_rows((const T*)x, x_stride, rows, 2 * words, 2 * words, threads), 2 * words);
+    if constexpr (UNPACKED<T> == 1) {
+      run((const T*)x, x_stride);
+    } else {
+      const Widened wide = widened_rows((const T*)x, x_stride, rows, 2 * words, 2 * words, threads);
+      run(wide.rows, wide.stride);
+    }
   });
 }
 

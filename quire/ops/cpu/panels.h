@@ -171,9 +171,11 @@ class Ranges {
 };
 
 // COLUMNS: the maximum number of lines per visit. FETCHES: whether a visit of a few rows prefetches the whole next
-// part. chunk(): bytes of a part. A format may define its own Blocking.
+// part. BY_LINE: whether all rows visit a line of an unpacked part before the next line, so that the line stays in the
+// L1 cache. chunk(): bytes of a part. A format may define its own Blocking.
 template <class Format, class = void>
 struct BlockingOf {
+  static constexpr bool BY_LINE = false;
   static constexpr int COLUMNS = MAX_COLUMNS;
   static constexpr bool FETCHES = false;
   static int64_t chunk(int pieces) { return pieces > 8 ? LARGE_CHUNK_BYTES : CHUNK_BYTES; }
@@ -251,17 +253,19 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         // still prefetched, since the hardware stops while a panel is finished.
         const bool is_read_in_order = rows <= RowsOf<Format>::IN_ORDER && !BlockingOf<Format>::FETCHES;
         if (pieces == 1 && !unpacks && is_read_in_order) to_fetch = std::min<int64_t>(to_fetch, 16);
-        const int portions = pieces + unpacks;
+        const bool by_line = BlockingOf<Format>::BY_LINE && unpacks;
+        const int visits = by_line ? pieces * lines : pieces, portions = visits + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
           return Ahead{ahead + from * 64, int(to - from)};
         };
         Ahead first_portion = unpacks ? portion(0) : Ahead{ahead, 0};
         const Part part = format.part(panel, word, words, lines, pieces, is_row, unpacked, first_portion);
-        int row = 0;
-        for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
-          const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
-          Ahead fetched = portion(piece + unpacks);
+        for (int visited = 0, row = 0; visited < visits; visited++) {
+          const int piece = visited % pieces;
+          if (piece == 0) row = 0;
+          const int count = (rows - row + pieces - piece - 1) / (pieces - piece);  // nearly equal for all pieces
+          Ahead fetched = portion(visited + unpacks);
 #ifdef QUIRE_TILES
           if (in_tiles) {
             tiles.configure(count);
@@ -270,11 +274,13 @@ void multiply(const Format& format, const Shape& shape, int threads) {
             continue;
           }
 #endif
-          in_pieces<BlockingOf<Format>::COLUMNS>(lines, [&](auto c, int line) {
-            with_rows<RowsOf<Format>::ROWS>(count, [&](auto r) {
+          with_rows<RowsOf<Format>::ROWS>(count, [&](auto r) {
+            auto visit = [&](auto c, int line) {
               format.template visit<r.value, c.value>(part, first + row, line, sums + row * PANEL + line * LANES,
                                                       fetched);
-            });
+            };
+            if (by_line) visit(Constant<1>{}, visited / pieces);
+            else in_pieces<BlockingOf<Format>::COLUMNS>(lines, visit);
           });
           row += count;
         }
@@ -313,16 +319,24 @@ inline void write_sums(int dtype, const float* sums, int64_t panel, int64_t firs
   });
 }
 
+struct Widened {
+  const float* rows;
+  int64_t stride;  // of a row
+};
+
 // Widens x: [rows, in] to float32: [rows, width], padded with zeros. This thread's next call overwrites the result.
 template <class T>
-const float* widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
+Widened widened_rows(const T* x, int64_t x_stride, int64_t rows, int64_t in, int64_t width, int threads) {
   thread_local std::vector<float> kept;
-  kept.assign(rows * width, 0);
-  float* to = kept.data();
+  // Rows at distances of a multiple of 4,096 bytes would share few sets of the caches.
+  const int64_t stride = width % 1024 == 0 ? width + LANES : width;
+  float* const all = room(kept, rows * stride);
   for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
-    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+    float* const to = all + row * stride;
+    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + i, load_up_to(x + row * x_stride + i, n), n); });
+    std::fill(to + in, to + width, 0.0f);
   });
-  return to;
+  return {all, stride};
 }
 
 }  // namespace quire

@@ -364,7 +364,7 @@ struct Tabled {
 
   const uint32_t* weights;
   Scales scales;
-  const float* x;  // [rows, inputs in whole words], padded with zeros, since codes of padding are arbitrary
+  Widened x;  // [rows, inputs in whole words], padded with zeros, since codes of padding are arbitrary
   Table table;
   int dtype;         // of bias and result
   const void* bias;  // [out] or null
@@ -391,10 +391,10 @@ struct Tabled {
   template <int R, int C>
   void visit(const Part& part, int64_t row, int line, float* sums, Ahead& ahead) const {
     const int stride = part.stride();
-    const int64_t x_stride = row_words * INPUTS, words = part.words;
+    const int64_t x_stride = x.stride, words = part.words;
     Ahead::Pace pace = ahead.pace(words);
     const uint32_t* w = part.weights + line * LANES;
-    const float* inputs = x + row * x_stride + part.word * INPUTS;
+    const float* inputs = x.rows + row * x_stride + part.word * INPUTS;
     for (int64_t begin = 0, at = line * LANES; begin < words; begin += group_words, at += stride) {
       const int64_t end = std::min(begin + group_words, words);
       f32x16 sum[R][C] = {};
@@ -452,7 +452,7 @@ extern "C" void quire_quantized_linear(int dtype, int bits, const void* x, int64
   if (table) {
     const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
     multiply_tabled(x, x_stride, {rows, out, words, bounds, experts},
-                    {(const uint32_t*)codes, scale, nullptr, {load(table)}, dtype, bias, result, out, words,
+                    {(const uint32_t*)codes, scale, {}, {load(table)}, dtype, bias, result, out, words,
                      group_words},
                     in, threads);
     return;
