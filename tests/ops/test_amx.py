@@ -51,7 +51,8 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
         library = build.load(tmp_path, [*build.FLAGS, native, *flags])
         monkeypatch.setattr(build, "_kernel", cache(library.function))
         made.append(linear.linear_cpu(x, linear.linear_cpu.pack(weight.clone()), None).item())
-    assert made[0] < made[1] == 2  # tiles add up the first elements of words and the second ones separately
+    # Tiles add up the first elements of words and the second ones separately. The first library may have tiles, too.
+    assert made[0] <= made[1] == 2
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):  # the latter's dense products do without tiles
         check_packed_products(linear.linear_cpu, dtype)

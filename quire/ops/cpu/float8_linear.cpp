@@ -85,6 +85,7 @@ struct Float8 {
   int64_t step() const { return scaled_last() ? STEP : group_words; }
 
   void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
+    tiles.configure(count);
     const int lines = part.lines, stride = part.stride();
     const int64_t words = part.words;
     const uint64_t* inputs = x + row * row_words + part.word;

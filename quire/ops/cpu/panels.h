@@ -268,7 +268,6 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           Ahead fetched = portion(visited + unpacks);
 #ifdef QUIRE_TILES
           if (in_tiles) {
-            tiles.configure(count);
             format.visit_tiles(tiles, part, first + row, count, sums + row * PANEL, fetched);
             row += count;
             continue;

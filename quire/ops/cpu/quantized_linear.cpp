@@ -239,22 +239,31 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
 
   void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
-    constexpr int STEP = TILE / X_WORDS;  // words that fill a tile
     const int lines = part.lines, stride = part.stride();
     const int64_t word = part.word, words = part.words;
+    // Words of codes and of x multiplied at a time: one group, or a part of it.
+    const int step = int(std::min<int64_t>(TILE / X_WORDS, std::min(group_words, words)));
+    tiles.configure(count, step * X_WORDS);
     const uint32_t* w = part.weights;
-    alignas(64) int32_t products[AMX_ROWS][2 * LANES];
+    // Of two groups. The last row is not used: at a distance of 4,096 bytes, loads would wait for the other's stores.
+    alignas(64) int32_t products[2][2 * AMX_ROWS + 9][LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
     const int64_t groups = (words + group_words - 1) / group_words;
-    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * groups * ((std::min(group_words, words) + STEP - 1) / STEP));
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * groups * ((std::min(group_words, words) + step - 1) / step));
     for (int line = 0; line < lines; line += 2) {
       const int both = std::min(2, lines - line);
-      for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+      // Adds a group's products to the sums after the tiles have begun with the next group.
+      auto add = [&](int64_t g) {
+        for (int l = 0; l < both; l++)
+          add_group(part, products[g % 2][l * AMX_ROWS], row, count, g, line + l, sums + (line + l) * LANES);
+      };
+      int64_t g = word / group_words;
+      for (int64_t begin = 0; begin < words; begin += group_words, g++) {
         const int64_t end = std::min(begin + group_words, words);
         tiles.for_sums(both, [](auto tile, int, int) { zero_tile<tile.value>(); });
-        for (int64_t i = begin; i < end; i += STEP) {
+        for (int64_t i = begin; i < end; i += step) {
           ahead.fetch(pace);
-          const int some = int(std::min<int64_t>(STEP, end - i));
+          const int some = int(std::min<int64_t>(step, end - i));
           const uint32_t* from = w + i * stride + line * LANES;
           int64_t distance = stride;
           if constexpr (BITS == 4) {
@@ -270,26 +279,36 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
           tiles.multiply<false>(inputs, x.stride, from, distance, some * X_WORDS, both);
         }
         tiles.for_sums(both, [&](auto tile, int r, int l) {
-          store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
+          store_tile<tile.value>(products[g % 2][l * AMX_ROWS + r], sizeof(products[0][0]));
         });
-        for (int r = 0; r < count; r++)
-          for (int l = 0; l < both; l++) {
-            const int32_t zero = part.offsets ? 0 : -centre() * x.sums[x.at(g, row + r)];
-            const i32x16 sum = as<i32x16>(load_words((const uint32_t*)&products[r][l * LANES])) + zero;
-            add_group(part, sum, row + r, g, (line + l) * LANES, sums + r * PANEL + (line + l) * LANES);
-          }
+        if (begin) add(g - 1);
       }
+      add(g - 1);
     }
   }
 
-  // Adds a group's centred products to a line of a row's sums. first: the line's first output in the panel.
-  void add_group(const Part& part, i32x16 sum, int64_t row, int64_t g, int first, float* to) const {
-    const int64_t at = (g - part.word / group_words) * part.stride() + first;
-    const float x_scale = x.scales[x.at(g, row)];
-    f32x16 all = g == 0 ? f32x16{} : load(to);
-    all = fma(to_float(sum), load(part.scales + at) * x_scale, all);
-    if (part.offsets) all = fma(load(part.offsets + at), splat(x.totals[x.at(g, row)]), all);
-    store(to, all);
+  // Adds a group's products, [count, LANES], to a line of the sums of `count` rows. The pointers are local variables,
+  // since the compiler would reload those in structures after each store.
+  void add_group(const Part& part, const int32_t* products, int64_t row, int count, int64_t g, int line,
+                 float* to) const {
+    const int64_t at = (g - part.word / group_words) * part.stride() + line * LANES;
+    const int32_t* x_sums = x.sums.data() + x.at(g, row);
+    const float *x_scales = x.scales.data() + x.at(g, row), *x_totals = x.totals.data() + x.at(g, row);
+    const f32x16 scales = load(part.scales + at);
+    auto before = [&](int r) { return g == 0 ? f32x16{} : load(to + r * PANEL); };
+    if (part.offsets) {
+      const f32x16 offsets = load(part.offsets + at);
+      for (int r = 0; r < count; r++, products += LANES) {
+        const f32x16 sum = to_float(as<i32x16>(load_words((const uint32_t*)products)));
+        store(to + r * PANEL, fma(offsets, splat(x_totals[r]), fma(sum, scales * x_scales[r], before(r))));
+      }
+    } else {
+      const int32_t rest = -centre();
+      for (int r = 0; r < count; r++, products += LANES) {
+        const i32x16 sum = as<i32x16>(load_words((const uint32_t*)products)) + splat(rest * x_sums[r]);
+        store(to + r * PANEL, fma(to_float(sum), scales * x_scales[r], before(r)));
+      }
+    }
   }
 #endif
 

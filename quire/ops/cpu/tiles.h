@@ -22,20 +22,24 @@ constexpr int TILE = 16;           // rows per tile, and 32-bit words per row
 constexpr int AMX_ROWS = 2 * TILE;  // rows of x at a time: two tiles
 
 // Tiles 0 to 3 hold sums: 0 and 1 for rows 0 to 15, 2 and 3 for rows 16 to 31; even tiles for the first line of
-// outputs, odd tiles for the second. Tiles 4 and 5 hold x, 6 and 7 the panel.
+// outputs, odd tiles for the second. Tiles 4 and 5 hold x, 6 and 7 the panel; `words` is the number of words that they
+// multiply at a time.
 struct TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  explicit TileConfiguration(int count) {
-    for (int tile : {0, 1, 4}) set(tile, std::min(count, TILE));
-    if (count > TILE)
-      for (int tile : {2, 3, 5}) set(tile, count - TILE);
-    for (int tile : {6, 7}) set(tile, TILE);
+  TileConfiguration(int count, int words) {
+    for (int tile : {0, 1}) set(tile, std::min(count, TILE), TILE);
+    set(4, std::min(count, TILE), words);
+    if (count > TILE) {
+      for (int tile : {2, 3}) set(tile, count - TILE, TILE);
+      set(5, count - TILE, words);
+    }
+    for (int tile : {6, 7}) set(tile, words, TILE);
   }
 
-  void set(int tile, int count) { row_bytes[tile] = 64, rows[tile] = uint8_t(count); }
+  void set(int tile, int count, int words) { row_bytes[tile] = uint16_t(4 * words), rows[tile] = uint8_t(count); }
 };
 
 #ifdef QUIRE_SOFTWARE_TILES
@@ -43,7 +47,7 @@ struct TileConfiguration {
 inline bool has_tiles() { return true; }
 
 struct SoftwareTiles {
-  TileConfiguration configuration{TILE};
+  TileConfiguration configuration{TILE, TILE};
   uint32_t tiles[8][TILE][TILE];
 };
 inline thread_local SoftwareTiles software;
@@ -150,7 +154,7 @@ void multiply_tiles_bytes() {
 
 #endif
 
-// Configures the thread's tiles for a number of rows, and releases them when destroyed.
+// Configures the thread's tiles for a number of rows and of words, and releases them when destroyed.
 class Tiles {
  public:
   Tiles() = default;
@@ -159,8 +163,9 @@ class Tiles {
     if (count_) release_tiles();
   }
 
-  void configure(int count) {
-    if (count != count_) configure_tiles(TileConfiguration(count_ = count));
+  // words: the number of words that multiply() gets, except that the last time may have fewer.
+  void configure(int count, int words = TILE) {
+    if (count != count_ || words != words_) configure_tiles(TileConfiguration(count_ = count, words_ = words));
   }
 
   // Calls f(Constant<tile>, first row, line) for each tile of sums. lines: 1 or 2.
@@ -173,11 +178,11 @@ class Tiles {
     if (lines > 1) f(std::integral_constant<int, 3>{}, TILE, 1);
   }
 
-  // Adds the products of up to 16 words of each row of x with 1 or 2 lines of a panel. Rows of x are `x_stride` bytes
+  // Adds the products of up to `words_` words of each row of x with 1 or 2 lines of a panel. Rows of x are `x_stride` bytes
   // apart, words of the panel `stride` 32-bit words.
   template <bool IS_BF16>
   void multiply(const char* x, int64_t x_stride, const uint32_t* w, int64_t stride, int words, int lines) {
-    if (words < TILE) {  // the rest of a tile is zero
+    if (words < words_) {  // the rest of a tile is zero
       memset(x_, 0, sizeof(x_)), memset(w_, 0, sizeof(w_));
       for (int r = 0; r < count_; r++) memcpy(x_[r], x + r * x_stride, words * 4);
       for (int i = 0; i < words; i++) memcpy(w_[i], w + i * stride, lines * TILE * 4);
@@ -196,7 +201,7 @@ class Tiles {
   }
 
  private:
-  int count_ = 0;
+  int count_ = 0, words_ = 0;
   alignas(64) uint32_t x_[AMX_ROWS][TILE], w_[TILE][2 * TILE];
 };
 
