@@ -84,43 +84,40 @@ struct Float8 {
   bool in_tiles(int64_t) const { return has_tiles(); }
   int64_t step() const { return scaled_last() ? STEP : group_words; }
 
-  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, int line, float* sums, Ahead& ahead) const {
     tiles.configure(count);
-    const int lines = part.lines, stride = part.stride();
+    const int stride = part.stride(), both = std::min(2, part.lines - line);
     const int64_t words = part.words;
     const uint64_t* inputs = x + row * row_words + part.word;
     alignas(64) float products[AMX_ROWS][2 * LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
     Ahead nothing{nullptr, 0};
     const int64_t length = std::min(group_words, words), number = (words + length - 1) / length;
-    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * number * ((length + STEP - 1) / STEP));
-    for (int line = 0; line < lines; line += 2) {
-      const int both = std::min(2, lines - line);
-      for (int64_t begin = 0, at = line * LANES; begin < words; begin += length, at += stride) {
-        const int64_t end = std::min(begin + length, words);
-        auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
-        tiles.for_sums(both, [&](auto tile, int r, int l) {
-          if (scaled_last() && !part.is_first()) load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
-          else zero_tile<tile.value>();
-        });
-        for (int64_t i = begin; i < end; i += STEP) {
-          ahead.fetch(pace);
-          const int some = int(std::min<int64_t>(STEP, end - i));
-          const uint32_t* pairs = part.weights + (part.is_wide ? 2 : 1) * i * stride + line * LANES;
-          if (!part.is_wide) widen_lines(pairs, stride, some, both, unpacked[0], nothing);
-          tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), part.is_wide ? pairs : unpacked[0],
-                               part.is_wide ? stride : both * LANES, 2 * some, both);
-        }
-        tiles.for_sums(both, [&](auto tile, int r, int l) {
-          if (scaled_last()) store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
-          else store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
-        });
-        if (!scaled_last())
-          for (int r = 0; r < count; r++)
-            for (int l = 0; l < both; l++)
-              add_group(load(&products[r][l * LANES]), part.scales + at + l * LANES, part.is_first() && begin == 0,
-                        place(r, l));
+    Ahead::Pace pace = ahead.pace(number * ((length + STEP - 1) / STEP));
+    auto place = [&](int r, int l) { return sums + r * PANEL + l * LANES; };
+    for (int64_t begin = 0, at = line * LANES; begin < words; begin += length, at += stride) {
+      const int64_t end = std::min(begin + length, words);
+      tiles.for_sums(both, [&](auto tile, int r, int l) {
+        if (scaled_last() && !part.is_first()) load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+        else zero_tile<tile.value>();
+      });
+      for (int64_t i = begin; i < end; i += STEP) {
+        ahead.fetch(pace);
+        const int some = int(std::min<int64_t>(STEP, end - i));
+        const uint32_t* pairs = part.weights + (part.is_wide ? 2 : 1) * i * stride + line * LANES;
+        if (!part.is_wide) widen_lines(pairs, stride, some, both, unpacked[0], nothing);
+        tiles.multiply<true>((const char*)(inputs + i), row_words * sizeof(*x), part.is_wide ? pairs : unpacked[0],
+                             part.is_wide ? stride : both * LANES, 2 * some, both);
       }
+      tiles.for_sums(both, [&](auto tile, int r, int l) {
+        if (scaled_last()) store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+        else store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
+      });
+      if (!scaled_last())
+        for (int r = 0; r < count; r++)
+          for (int l = 0; l < both; l++)
+            add_group(load(&products[r][l * LANES]), part.scales + at + l * LANES, part.is_first() && begin == 0,
+                      place(r, l));
     }
   }
 #else

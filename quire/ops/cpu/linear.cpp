@@ -51,29 +51,25 @@ struct Dense {
   // A tile's products are added to each other before they are added to the sum, so tiles must begin at fixed words.
   int64_t step() const { return in_tiles(0) ? TILE : 1; }
 
-  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, int line, float* sums, Ahead& ahead) const {
     tiles.configure(count);
-    const int lines = part.lines, stride = part.stride();
+    const int stride = part.stride(), both = std::min(2, part.lines - line);
     const int64_t words = part.words;
     const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * part.word);
-    const int64_t bytes = x_stride * sizeof(F);
-    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + TILE - 1) / TILE));
-    for (int line = 0; line < lines; line += 2) {
-      const int both = std::min(2, lines - line);
-      auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
-      tiles.for_sums(both, [&](auto tile, int r, int l) {
-        if (part.is_first()) zero_tile<tile.value>();
-        else load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
-      });
-      for (int64_t i = 0; i < words; i += TILE) {
-        ahead.fetch(pace);
-        tiles.multiply<true>(from + i * 4, bytes, part.weights + i * stride + line * LANES, stride,
-                             int(std::min<int64_t>(TILE, words - i)), both);
-      }
-      tiles.for_sums(both, [&](auto tile, int r, int l) {
-        store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
-      });
+    const uint32_t* w = part.weights + line * LANES;
+    Ahead::Pace pace = ahead.pace((words + TILE - 1) / TILE);
+    tiles.for_sums(both, [&](auto tile, int r, int l) {
+      if (part.is_first()) zero_tile<tile.value>();
+      else load_tile<tile.value>(sums + r * PANEL + l * LANES, PANEL * sizeof(float));
+    });
+    for (int64_t i = 0; i < words; i += TILE) {
+      ahead.fetch(pace);
+      tiles.multiply<true>(from + i * 4, x_stride * sizeof(F), w + i * stride, stride,
+                           int(std::min<int64_t>(TILE, words - i)), both);
     }
+    tiles.for_sums(both, [&](auto tile, int r, int l) {
+      store_tile<tile.value>(sums + r * PANEL + l * LANES, PANEL * sizeof(float));
+    });
   }
 #else
   int64_t step() const { return 1; }

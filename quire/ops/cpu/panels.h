@@ -28,6 +28,7 @@ constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
 // Bytes in a part of a panel. All rows visit a part before the next one, so that it stays in the L2 cache. Parts are
 // larger for many rows, since starting and ending a visit takes time (3 % of it).
 constexpr int64_t CHUNK_BYTES = 1 << 16, LARGE_CHUNK_BYTES = 1 << 17;
+constexpr int64_t TILES_CHUNK_BYTES = 1 << 15;  // half of it, two lines, stays in the L1 cache
 constexpr int VISITS = 22;  // visits per task: few enough for the rows and their sums to stay in the cache, too
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // with less work, one thread finishes before a second one wakes up
 
@@ -201,13 +202,16 @@ struct RowsOf<Format, std::void_t<typename Format::Rows>> : Format::Rows {};
 //   expect(panel, lines): prefetches data of the next panel other than weights
 //   finish(panel, first row, rows, sums): writes the results
 // With AMX, it also provides:
-//   in_tiles(rows): whether to call visit_tiles instead of visit, for up to AMX_ROWS rows and all lines
-//   visit_tiles(tiles, part, first row, rows, sums, ahead)
+//   in_tiles(rows): whether to call visit_tiles instead of visit, for up to AMX_ROWS rows and two lines
+//   visit_tiles(tiles, part, first row, rows, line, sums, ahead)
 template <class Format>
 void multiply(const Format& format, const Shape& shape, int threads) {
   thread_local std::vector<Item> listed;
-  constexpr int MOST = VISITS * RowsOf<Format>::ROWS;  // rows per task
-  shape.list(listed, MOST);
+  int most = VISITS * RowsOf<Format>::ROWS;  // rows per task
+#ifdef QUIRE_TILES
+  if (format.in_tiles(shape.rows)) most = shape.panels() >= 4 * threads ? 16 * AMX_ROWS : 4 * AMX_ROWS;
+#endif
+  shape.list(listed, most);
   const Item* const items = listed.data();
   const int64_t number = listed.size();
   const bool pays = threads > 1 && number * PANEL * shape.words >= PARALLEL_WORDS && number > 1;
@@ -224,7 +228,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   auto work = [&] {
     thread_local std::vector<float> kept;
     thread_local Unpacked unpacked;
-    float* sums = room(kept, MOST * PANEL);
+    float* sums = room(kept, most * PANEL);
 #ifdef QUIRE_TILES
     Tiles tiles;
 #endif
@@ -235,7 +239,11 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       const int lines = shape.lines(panel);
       const int pieces = (rows + at_once - 1) / at_once;
       const uint32_t* weights = format.weights + panel * PANEL * shape.words;
+#ifdef QUIRE_TILES
+      const int64_t bytes = in_tiles && pieces > 2 ? TILES_CHUNK_BYTES : BlockingOf<Format>::chunk(pieces);
+#else
       const int64_t bytes = BlockingOf<Format>::chunk(pieces);
+#endif
       const bool is_row = rows == 1 && !in_tiles, unpacks = format.unpacks(pieces, is_row);
       const int64_t chunk = std::max<int64_t>(bytes / (64 * lines) / step, 1) * step;
       for (int64_t word = 0; word < shape.words; word += chunk) {
@@ -254,7 +262,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
         const bool is_read_in_order = rows <= RowsOf<Format>::IN_ORDER && !BlockingOf<Format>::FETCHES;
         if (pieces == 1 && !unpacks && is_read_in_order) to_fetch = std::min<int64_t>(to_fetch, 16);
         const bool by_line = BlockingOf<Format>::BY_LINE && unpacks;
-        const int visits = by_line ? pieces * lines : pieces, portions = visits + unpacks;
+        const int visits = pieces * (in_tiles ? (lines + 1) / 2 : by_line ? lines : 1), portions = visits + unpacks;
         auto portion = [&](int i) {
           const int64_t from = to_fetch * i / portions, to = to_fetch * (i + 1) / portions;
           return Ahead{ahead + from * 64, int(to - from)};
@@ -268,7 +276,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           Ahead fetched = portion(visited + unpacks);
 #ifdef QUIRE_TILES
           if (in_tiles) {
-            format.visit_tiles(tiles, part, first + row, count, sums + row * PANEL, fetched);
+            const int line = visited / pieces * 2;
+            format.visit_tiles(tiles, part, first + row, count, line, sums + row * PANEL + line * LANES, fetched);
             row += count;
             continue;
           }

@@ -238,53 +238,49 @@ struct Quantized : PairVisits<Quantized<BITS>, BITS> {
   // Tiles give the same results, but are slower for few rows.
   bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
 
-  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, float* sums, Ahead& ahead) const {
-    const int lines = part.lines, stride = part.stride();
+  void visit_tiles(Tiles& tiles, const Part& part, int64_t row, int count, int line, float* sums, Ahead& ahead) const {
+    const int stride = part.stride(), both = std::min(2, part.lines - line);
     const int64_t word = part.word, words = part.words;
     // Words of codes and of x multiplied at a time: one group, or a part of it.
     const int step = int(std::min<int64_t>(TILE / X_WORDS, std::min(group_words, words)));
     tiles.configure(count, step * X_WORDS);
-    const uint32_t* w = part.weights;
-    // Of two groups. The last row is not used: at a distance of 4,096 bytes, loads would wait for the other's stores.
+    // Of two groups. The last rows are not used: at a distance of 4,096 bytes, loads would wait for the other's stores.
     alignas(64) int32_t products[2][2 * AMX_ROWS + 9][LANES];
     alignas(64) uint32_t unpacked[TILE][2 * LANES];
     const int64_t groups = (words + group_words - 1) / group_words;
-    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * groups * ((std::min(group_words, words) + step - 1) / step));
-    for (int line = 0; line < lines; line += 2) {
-      const int both = std::min(2, lines - line);
-      // Adds a group's products to the sums after the tiles have begun with the next group.
-      auto add = [&](int64_t g) {
-        for (int l = 0; l < both; l++)
-          add_group(part, products[g % 2][l * AMX_ROWS], row, count, g, line + l, sums + (line + l) * LANES);
-      };
-      int64_t g = word / group_words;
-      for (int64_t begin = 0; begin < words; begin += group_words, g++) {
-        const int64_t end = std::min(begin + group_words, words);
-        tiles.for_sums(both, [](auto tile, int, int) { zero_tile<tile.value>(); });
-        for (int64_t i = begin; i < end; i += step) {
-          ahead.fetch(pace);
-          const int some = int(std::min<int64_t>(step, end - i));
-          const uint32_t* from = w + i * stride + line * LANES;
-          int64_t distance = stride;
-          if constexpr (BITS == 4) {
-            for (int j = 0; j < some; j++)
-              for (int l = 0; l < both; l++) {
-                const u32x16 codes = load_words(from + j * stride + l * LANES);
-                store(&unpacked[2 * j][l * LANES], codes & 0x0f0f0f0fu);
-                store(&unpacked[2 * j + 1][l * LANES], codes >> 4 & 0x0f0f0f0fu);
-              }
-            from = unpacked[0], distance = 2 * LANES;
-          }
-          const char* inputs = (const char*)x.codes.data() + row * x.stride + (word + i) * INPUTS;
-          tiles.multiply<false>(inputs, x.stride, from, distance, some * X_WORDS, both);
+    Ahead::Pace pace = ahead.pace(groups * ((std::min(group_words, words) + step - 1) / step));
+    // Adds a group's products to the sums after the tiles have begun with the next group.
+    auto add = [&](int64_t g) {
+      for (int l = 0; l < both; l++)
+        add_group(part, products[g % 2][l * AMX_ROWS], row, count, g, line + l, sums + l * LANES);
+    };
+    int64_t g = word / group_words;
+    for (int64_t begin = 0; begin < words; begin += group_words, g++) {
+      const int64_t end = std::min(begin + group_words, words);
+      tiles.for_sums(both, [](auto tile, int, int) { zero_tile<tile.value>(); });
+      for (int64_t i = begin; i < end; i += step) {
+        ahead.fetch(pace);
+        const int some = int(std::min<int64_t>(step, end - i));
+        const uint32_t* from = part.weights + i * stride + line * LANES;
+        int64_t distance = stride;
+        if constexpr (BITS == 4) {
+          for (int j = 0; j < some; j++)
+            for (int l = 0; l < both; l++) {
+              const u32x16 codes = load_words(from + j * stride + l * LANES);
+              store(&unpacked[2 * j][l * LANES], codes & 0x0f0f0f0fu);
+              store(&unpacked[2 * j + 1][l * LANES], codes >> 4 & 0x0f0f0f0fu);
+            }
+          from = unpacked[0], distance = 2 * LANES;
         }
-        tiles.for_sums(both, [&](auto tile, int r, int l) {
-          store_tile<tile.value>(products[g % 2][l * AMX_ROWS + r], sizeof(products[0][0]));
-        });
-        if (begin) add(g - 1);
+        const char* inputs = (const char*)x.codes.data() + row * x.stride + (word + i) * INPUTS;
+        tiles.multiply<false>(inputs, x.stride, from, distance, some * X_WORDS, both);
       }
-      add(g - 1);
+      tiles.for_sums(both, [&](auto tile, int r, int l) {
+        store_tile<tile.value>(products[g % 2][l * AMX_ROWS + r], sizeof(products[0][0]));
+      });
+      if (begin) add(g - 1);
     }
+    add(g - 1);
   }
 
   // Adds a group's products, [count, LANES], to a line of the sums of `count` rows. The pointers are local variables,
@@ -395,7 +391,7 @@ struct Tabled {
 
 #ifdef QUIRE_TILES
   bool in_tiles(int64_t) const { return false; }
-  void visit_tiles(Tiles&, const Part&, int64_t, int, float*, Ahead&) const {}
+  void visit_tiles(Tiles&, const Part&, int64_t, int, int, float*, Ahead&) const {}
 #endif
 
   void expect(int64_t panel, int lines) const { scales.expect(panel, lines); }
