@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention.test_attention import BFLOAT16, MIXED, World
+from attention.test_attention import build as attention_of
 from ops.test_ops import check_packed_products
 from ops.test_quantized import (
     check_joined_experts,
@@ -20,6 +22,7 @@ from ops.test_quantized import (
     check_values_of_float8,
 )
 
+from quire.attention.cpu import CpuAttention
 from quire.ops.cpu import build, linear, quantized_linear
 
 pytestmark = [
@@ -34,7 +37,16 @@ pytestmark = [
 def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only these are compiled."""
     folder = tmp_path / "sources"
-    names = ("attention_prepare", "float8_linear", "linear", "narrow_codes", "quantize", "quantized_linear", "team")
+    names = (
+        "attention",
+        "attention_prepare",
+        "float8_linear",
+        "linear",
+        "narrow_codes",
+        "quantize",
+        "quantized_linear",
+        "team",
+    )
     folder.mkdir()
     for source in [*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in names)]:
         shutil.copy(source, folder)
@@ -61,6 +73,9 @@ def test_products_of_tiles_compute_what_the_references_do(sources_of_products, m
     check_values_of_float8(quantized_linear.quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear.quantized_linear_cpu)
     check_packed_experts(torch.bfloat16)
+    for dim, window in ((80, None), (64, 16)):
+        World(attention_of(CpuAttention, 14, 2, dim, 16, BFLOAT16), MIXED).check(window)
+    World(attention_of(CpuAttention, 5, 1, 144, 16, BFLOAT16, 128), MIXED).check()
 
 
 @pytest.mark.nightly

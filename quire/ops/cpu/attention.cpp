@@ -11,6 +11,7 @@
 //   - a masked key adds exactly 0 to a row's sums: its probability is 0, and its value is finite.
 #include "attention.h"
 #include "attention_scores.h"
+#include "attention_tiles.h"
 #include "attention_values.h"
 #include "biases.h"
 #include "replay.h"
@@ -44,17 +45,20 @@ struct Scratch {
   float *scores, *scales, *out, *maximum, *rescale;
   float *merged, *merged_maximum, *merged_sum;  // for the splits completed so far
   f32x16* sums;
+#ifdef QUIRE_TILES
+  Tiles* tiles;  // null if they are not used
+#endif
 
   // expands: whether tiles are converted to another layout or type.
   void reserve(int rows, const Geometry& g, bool expands) {
     const size_t keys_size = expands ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
-    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + 2 * g.out_pad + keys_size +
+    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + LANES * g.out_pad + keys_size +
                           values_size + 2 * TILE_KEYS + 4 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
     float* at = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) / 4 % LANES;
     auto take = [&](size_t n) { float* p = at; at += n; return p; };
     q = take(rows * g.dim), scores = take(rows * TILE_KEYS), p = take(rows * TILE_KEYS), out = take(rows * g.out_pad);
-    edges = take(2 * g.out_pad), keys = take(keys_size), values = take(values_size), scales = take(2 * TILE_KEYS);
+    edges = take(LANES * g.out_pad), keys = take(keys_size), values = take(values_size), scales = take(2 * TILE_KEYS);
     sums = reinterpret_cast<f32x16*>(take(rows * LANES)), merged = take(rows * g.out_pad);
     maximum = take(rows), rescale = take(rows), merged_maximum = take(rows), merged_sum = take(rows);
   }
@@ -305,6 +309,11 @@ struct Attention {
   void score_rows(int rows, int from, int to, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
     const int first = from / LANES, lines = (to + LANES - 1) / LANES - first;
+#ifdef QUIRE_TILES
+    if (s.tiles)
+      return score_in_tiles(*s.tiles, queries, rows, words(), tile.keys, stride, first, first + lines, s.scores,
+                            ahead.keys);
+#endif
     in_pieces<K::ROWS>(rows, [&](auto r, int row) {
       in_pieces<std::min(K::columns(r.value), MAX_COLUMNS)>(lines, [&](auto c, int i) {
         const int line = first + i;
@@ -318,6 +327,22 @@ struct Attention {
   // V.
   template <class V>
   void add_values(int rows, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
+#ifdef QUIRE_TILES
+    if (s.tiles) {
+      const uint32_t* lines[TILE_LINES];
+      float* copy = s.edges;
+      const int first = from / LANES, last = (to + LANES - 1) / LANES;
+      for (int c = first; c < last; c++) {
+        const int begin = from - c * LANES, end = to - c * LANES;
+        lines[c] = tile.values[c];
+        if (begin <= 0 && end >= LANES) continue;
+        lines[c] = copy_of_tokens(lines[c], g.out_pad, begin, end, copy);
+        copy += LANES / 2 * g.out_pad;
+      }
+      return weigh_in_tiles(*s.tiles, reinterpret_cast<const uint32_t*>(s.p), rows, lines, g.out_pad, first, last, s.out,
+                            s.rescale, ahead.values);
+    }
+#endif
     // One pointer per line of tokens. Slots outside [from, to) may hold NaNs, and 0 * NaN is NaN, so a pair that is
     // half outside is read from a copy with that half cleared. Cells are never NaN.
     constexpr int N = TOKENS<V>;
@@ -471,6 +496,10 @@ struct Attention {
     alignas(64) std::atomic<int> counter{0};
     together(step.threads, [=, &counter] {
       Scratch& s = scratch();
+#ifdef QUIRE_TILES
+      Tiles tiles;
+      s.tiles = std::is_same_v<T, bf16> && S::LINES == 1 && has_tiles() ? &tiles : nullptr;
+#endif
       // A thread draws its next task before it starts the current one, to prefetch the next one's keys and values.
       Heads drawn = heads_of(counter++, whole, draws);
       while (drawn.task) {

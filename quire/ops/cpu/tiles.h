@@ -178,20 +178,28 @@ class Tiles {
     if (lines > 1) f(std::integral_constant<int, 3>{}, TILE, 1);
   }
 
-  // Adds the products of up to `words_` words of each row of x with 1 or 2 lines of a panel. Rows of x are `x_stride` bytes
-  // apart, words of the panel `stride` 32-bit words.
+  // Adds the products of up to `words_` words of each row of x with 1 or 2 lines of a panel. Rows of x are `x_stride`
+  // bytes apart, words of the panel `stride` 32-bit words.
   template <bool IS_BF16>
   void multiply(const char* x, int64_t x_stride, const uint32_t* w, int64_t stride, int words, int lines) {
+    multiply<IS_BF16>(x, x_stride, w, w + TILE, stride, words, lines);
+  }
+
+  // The same, for two lines in different places.
+  template <bool IS_BF16>
+  void multiply(const char* x, int64_t x_stride, const uint32_t* w, const uint32_t* second, int64_t stride, int words,
+                int lines) {
     if (words < words_) {  // the rest of a tile is zero
       memset(x_, 0, sizeof(x_)), memset(w_, 0, sizeof(w_));
       for (int r = 0; r < count_; r++) memcpy(x_[r], x + r * x_stride, words * 4);
-      for (int i = 0; i < words; i++) memcpy(w_[i], w + i * stride, lines * TILE * 4);
-      x = (const char*)x_, x_stride = sizeof(x_[0]), w = w_[0], stride = 2 * TILE;
+      for (int i = 0; i < words; i++) memcpy(w_[0][i], w + i * stride, TILE * 4);
+      for (int i = 0; lines > 1 && i < words; i++) memcpy(w_[1][i], second + i * stride, TILE * 4);
+      x = (const char*)x_, x_stride = sizeof(x_[0]), w = w_[0][0], second = w_[1][0], stride = TILE;
     }
     load_tile<4>(x, x_stride);
     if (count_ > TILE) load_tile<5>(x + TILE * x_stride, x_stride);
     load_tile<6>(w, stride * 4);
-    if (lines > 1) load_tile<7>(w + TILE, stride * 4);
+    if (lines > 1) load_tile<7>(second, stride * 4);
     for_sums(lines, [&](auto sums, int row, int line) {
       constexpr int S = sums.value, X = S < 2 ? 4 : 5, W = S % 2 ? 7 : 6;
       if constexpr (IS_BF16) multiply_tiles_bf16<S, X, W>();
@@ -202,7 +210,7 @@ class Tiles {
 
  private:
   int count_ = 0, words_ = 0;
-  alignas(64) uint32_t x_[AMX_ROWS][TILE], w_[TILE][2 * TILE];
+  alignas(64) uint32_t x_[AMX_ROWS][TILE], w_[2][TILE][TILE];
 };
 
 }  // namespace quire
