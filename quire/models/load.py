@@ -174,6 +174,12 @@ def _load_decoder(wanted: _Wanted) -> LoadedModel:
     return LoadedModel(model, encoder, pooler, parts, weight_cache)
 
 
+def ignored_tensors(spec: DecoderSpec, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return patterns for the names of a checkpoint's tensors that are not parameters. fields: of its config.json."""
+    tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
+    return (*spec.ignored, *extra_tensors(fields), *tied)
+
+
 def _fill(
     wanted: _Wanted, spec: DecoderSpec, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]
 ) -> WeightCache | None:
@@ -181,8 +187,7 @@ def _fill(
 
     elsewhere: the tensors that only other ranks need. Returns the cache, None if the weights are not cached.
     """
-    tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
-    ignored = (*spec.ignored, *extra_tensors(wanted.description.config), *tied)
+    ignored = ignored_tensors(spec, wanted.description.config)
     cache = None
     if wanted.weights is None and not is_deferred():  # new weights are used once, and deferred kernels reload them soon
         cache = open_cache(wanted.config, wanted.directory, builder)

@@ -24,7 +24,7 @@ from quire.planner.sizes import FULL, HALF, Footprint, parameters_of
 
 # The exceptions of functions that read an architecture's config, if a config is not as expected.
 _WRONG_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_NO_WEIGHTS = "it has no weights in a format that Quire reads"
+NO_WEIGHTS = "it has no weights in a format that Quire reads"
 _INPUTS = {"image": "pictures", "video": "videos", "audio": "sounds"}
 _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no whole models
 
@@ -75,13 +75,13 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
         return Facts(None, f"a drafter ({method}) for speculation", *known)
     try:
         if _runs_through_transformers(config):
-            problem = None if weights else _NO_WEIGHTS
+            problem = None if weights else NO_WEIGHTS
             return Facts(problem, "text generation", *known, through_transformers=True)
         spec = _spec_of(config)
         generates, purpose = _purpose(config, spec, path)
         footprint = _footprint(config, spec, generates, size)
-        problem = None if weights else _NO_WEIGHTS
-        return Facts(_quantization_problem(config) or problem, purpose, *known, footprint)
+        problem = None if weights else NO_WEIGHTS
+        return Facts(quantization_problem(config) or problem, purpose, *known, footprint)
     except _WRONG_CONFIG as error:
         return Facts(_reason(error), "unknown", *known)
 
@@ -194,7 +194,8 @@ def _inputs(spec: DecoderSpec) -> str:
     return f" from {', '.join(taken if family.crossed else ['text', *taken])}"
 
 
-def _quantization_problem(config: dict[str, Any]) -> str | None:
+def quantization_problem(config: dict[str, Any]) -> str | None:
+    """Return why Quire cannot read the quantized weights of a checkpoint, None if it can."""
     if quantization_of(config) is None:
         return None
     from quire.checkpoints.formats.config import quantization_method  # imports torch
