@@ -15,11 +15,12 @@ from quire.models.spec import HfConfig
 
 # Fields that do not change what a model computes, or that other parts of Quire read.
 _NEUTRAL = re.compile(
-    r"_.*|.*(dropout|pdrop|_dropout_rate|token_ids?|_loss.*|initializer.*|checkpointing)|architectures|model_type|"
-    r"auto_map|(torch_)?dtype|transformers(_js_config|\..*|_version)|use_cache|output_.*|return_dict|id2label|label2id|"
-    r"num_labels|problem_type|task_specific_params|pretraining_tp|quantization_config|compression_config|is_decoder|"
-    r"tie_word_embeddings|attn_implementation|use_flash_attn|use_bfloat16|finetuning_task|gradient_.*|"
-    r"chunk_size_feed_forward|name_or_path|cross_attention_hidden_size|tokenizer_class|sentence_transformers|language"
+    r"_.*|bf16|fp16|fp32|.*(dropout|dropout_prob|pdrop|_dropout_rate|token_ids?|_loss.*|initializer.*|checkpointing)|"
+    r"architectures|model_type|auto_map|(torch_)?dtype|transformers(_js_config|\..*|_version)|use_cache|output_.*|"
+    r"return_dict|id2label|label2id|num_labels|problem_type|task_specific_params|pretraining_tp|quantization_config|"
+    r"compression_config|is_decoder|tie_word_embeddings|attn_implementation|use_flash_attn|use_bfloat16|"
+    r"finetuning_task|gradient_.*|chunk_size_feed_forward|name_or_path|cross_attention_hidden_size|tokenizer_class|"
+    r"sentence_transformers|language"
 )
 
 
