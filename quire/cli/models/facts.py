@@ -74,9 +74,9 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     if (method := _drafter_method(config)) is not None:
         return Facts(None, f"a drafter ({method}) for speculation", *known)
     try:
-        if _runs_through_transformers(config):
+        if (described := _spec_through_transformers(config)) is not None:
             problem = None if weights else NO_WEIGHTS
-            return Facts(problem, "text generation", *known, through_transformers=True)
+            return Facts(problem, _purpose(config, described, path)[1], *known, through_transformers=True)
         spec = _spec_of(config)
         generates, purpose = _purpose(config, spec, path)
         footprint = _footprint(config, spec, generates, size)
@@ -150,16 +150,16 @@ def _spec_of(config: dict[str, Any]) -> DecoderSpec:
     return spec_of(config)
 
 
-def _runs_through_transformers(config: dict[str, Any]) -> bool:
-    """Raises ValueError if transformers' code cannot run on Quire's attention, as far as the config shows."""
+def _spec_through_transformers(config: dict[str, Any]) -> DecoderSpec | None:
+    """Return the sizes of a model that runs through transformers' code, None for any other. Raises ValueError if that
+    code cannot run on Quire's attention, as far as the config shows."""
     from quire.models.registry import runs_through_transformers
 
     if not runs_through_transformers(config):
-        return False
+        return None
     from quire.models.transformers_backend.spec import spec_of
 
-    spec_of(config)
-    return True
+    return spec_of(config)
 
 
 def _drafter_method(config: dict[str, Any]) -> str | None:
