@@ -6,7 +6,7 @@ case "$1" in
         shift
         exec quire serve --host 0.0.0.0 "$@"
         ;;
-    route | generate | chat | run-batch | pull | list | ls | show | rm | bench | plan | compile | doctor | top | completion | \
+    route | generate | chat | run-batch | pull | list | ls | show | rm | model | bench | plan | compile | doctor | top | completion | \
         --help | -h | --version)
         exec quire "$@"
         ;;

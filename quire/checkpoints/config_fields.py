@@ -58,6 +58,7 @@ _GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _RULES = {name: (group, *_GROUPS[group]) for group, names in _TABLE.items() for name in names.split()}
+FIELDS = frozenset(_RULES)  # the fields whose types are checked
 
 
 def checked(config: Config, where: str = "config.json", depth: int = 0) -> dict[str, Any]:

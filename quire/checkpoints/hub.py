@@ -21,6 +21,7 @@ _OLDER_TENSORS = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 # Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders. Folders
 # with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
 _LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt"]
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _BUNDLED = "quire-demo/"
 # A GGUF file of a repository: its kind, such as Q4_K_M or UD-Q4_K_XL, and its number among the parts of a split file.
 _GGUF = re.compile(

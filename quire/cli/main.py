@@ -29,6 +29,7 @@ COMMANDS = {  # the modules of this package by the names of commands
     ("list", "ls"): "list_models",
     ("show",): "show",
     ("rm",): "rm",
+    ("model",): "model_command",
     ("bench",): "bench",
     ("plan",): "plan",
     ("compile",): "compile",

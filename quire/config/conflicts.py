@@ -97,16 +97,10 @@ _MODEL = (
     *_with_each(
         f.TRANSFORMERS,
         (
-            f.TENSOR_PARALLEL,
-            f.PIPELINE_PARALLEL,
             f.PREFILL_CONTEXT,
             f.EXPERT_PARALLEL,
-            f.QUANTIZATION,
             f.TORCH_COMPILE,
             f.NO_SLIDING_WINDOW,
-            f.POOLING_RUNNER,
-            f.CONVERT,
-            f.LORA,
             f.COMPRESSION,
             f.BATCH_INVARIANT,
             f.PROMPT_EMBEDS,

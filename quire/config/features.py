@@ -134,8 +134,6 @@ QUANTIZATION = _engine("quantization", lambda c: c.model.quantization is not Non
 TORCH_COMPILE = _engine("torch_compile", lambda c: c.model.torch_compile)
 BATCH_INVARIANT = _engine("batch_invariant", lambda c: c.kernels.batch_invariant)
 NO_SLIDING_WINDOW = _engine("disable_sliding_window", lambda c: c.model.disable_sliding_window)
-POOLING_RUNNER = _engine("runner='pooling'", lambda c: c.model.runner == "pooling")
-CONVERT = _engine("convert", lambda c: c.model.convert not in ("auto", "none"))
 LORA = _engine("enable_lora", lambda c: c.lora.enable_lora)
 NO_LORA = _engine("enable_lora", lambda c: not c.lora.enable_lora, Kind.MISSING)
 PROMPT_EMBEDS = _engine("enable_prompt_embeds", lambda c: c.multimodal.enable_prompt_embeds)

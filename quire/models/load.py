@@ -22,7 +22,7 @@ from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open
 from quire.config.engine import ConfigError, EngineConfig
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
-from quire.layers.linear import LinearMethod
+from quire.layers.linear import DenseWeight, LinearMethod
 from quire.layers.lora import AdapterSlots
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
@@ -135,7 +135,16 @@ def _load_transformers(wanted: _Wanted) -> LoadedModel:
     from quire.models.transformers_backend.load import load_model as load  # imports transformers
 
     source = None if wanted.is_random else wanted.weights or wanted.directory
-    return LoadedModel(load(description, config, wanted.max_model_len, kernels, wanted.mesh.tp, source))
+    model = load(description, config, wanted.max_model_len, kernels, wanted.mesh, source, wanted.adapters)
+    pooler = None
+    if description.pooling is not None and model.stage.has_head:
+        builder = Builder(kernels, wanted.mesh.tp, lambda name: DenseWeight)
+        pooler = Pooler(builder, description.pooling.pooler, source)
+        if source is None:
+            load_dummy(builder, wanted.show_progress)
+        else:
+            load_weights(open_checkpoint(source), builder, (r"",), show_progress=False)  # transformers loads the others
+    return LoadedModel(model, pooler=pooler)
 
 
 def _load_decoder(wanted: _Wanted) -> LoadedModel:
@@ -174,6 +183,12 @@ def _load_decoder(wanted: _Wanted) -> LoadedModel:
     return LoadedModel(model, encoder, pooler, parts, weight_cache)
 
 
+def ignored_tensors(spec: DecoderSpec, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return patterns for the names of a checkpoint's tensors that are not parameters. fields: of its config.json."""
+    tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
+    return (*spec.ignored, *extra_tensors(fields), *tied)
+
+
 def _fill(
     wanted: _Wanted, spec: DecoderSpec, builder: Builder, checkpoint: Checkpoint, elsewhere: set[str]
 ) -> WeightCache | None:
@@ -181,8 +196,7 @@ def _fill(
 
     elsewhere: the tensors that only other ranks need. Returns the cache, None if the weights are not cached.
     """
-    tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
-    ignored = (*spec.ignored, *extra_tensors(wanted.description.config), *tied)
+    ignored = ignored_tensors(spec, wanted.description.config)
     cache = None
     if wanted.weights is None and not is_deferred():  # new weights are used once, and deferred kernels reload them soon
         cache = open_cache(wanted.config, wanted.directory, builder)

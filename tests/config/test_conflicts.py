@@ -32,8 +32,6 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.TORCH_COMPILE: {"torch_compile": True},
     f.BATCH_INVARIANT: {"batch_invariant": True},
     f.NO_SLIDING_WINDOW: {"disable_sliding_window": True},
-    f.POOLING_RUNNER: {"runner": "pooling"},
-    f.CONVERT: {"convert": "embed"},
     f.LORA: {"enable_lora": True},
     f.PROMPT_EMBEDS: {"enable_prompt_embeds": True},
     f.NVTX: {"enable_layerwise_nvtx_tracing": True},
@@ -205,7 +203,8 @@ def test_each_feature_is_in_the_table_once_with_another():
     assert len(pairs) == len(set(pairs))
     assert all(len(features) == 2 for features in pairs)
     used = {feature for features in pairs for feature in features}
-    assert set(all_features()) == used | {f.SPARSE}  # which goes with all others; the page of features shows it
+    # Those that go with all others; the page of features shows them.
+    assert set(all_features()) == used | {f.SPARSE, f.QUANTIZATION, f.TENSOR_PARALLEL}
 
 
 def test_only_the_second_feature_may_be_a_models_or_a_places():

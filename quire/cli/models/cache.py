@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 from quire.checkpoints.errors import ModelNotFoundError
 from quire.checkpoints.format_names import weight_files
+from quire.checkpoints.hub import INDEXES, gguf_files, gguf_kinds, read_json, split_kind
 from quire.checkpoints.hub import cache_folder as cache_folder
-from quire.checkpoints.hub import gguf_files, gguf_kinds, read_json, split_kind
 from quire.cli.models.facts import local_files
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
 
 _PREFIX = "models--"
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def lacks_weights(snapshot: Path) -> bool:
             gguf_files(files, kind)
         except ModelNotFoundError:  # parts of a split file are missing
             return True
-    index = next((name for name in _INDEXES if name in files), None)
+    index = next((name for name in INDEXES if name in files), None)
     if index is None or "model.safetensors" in files:
         return False
     try:

@@ -24,7 +24,7 @@ from quire.planner.sizes import FULL, HALF, Footprint, parameters_of
 
 # The exceptions of functions that read an architecture's config, if a config is not as expected.
 _WRONG_CONFIG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_NO_WEIGHTS = "it has no weights in a format that Quire reads"
+NO_WEIGHTS = "it has no weights in a format that Quire reads"
 _INPUTS = {"image": "pictures", "video": "videos", "audio": "sounds"}
 _HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator")  # drafters that are no whole models
 
@@ -74,14 +74,14 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     if (method := _drafter_method(config)) is not None:
         return Facts(None, f"a drafter ({method}) for speculation", *known)
     try:
-        if _runs_through_transformers(config):
-            problem = None if weights else _NO_WEIGHTS
-            return Facts(problem, "text generation", *known, through_transformers=True)
+        if (described := _spec_through_transformers(config)) is not None:
+            problem = None if weights else NO_WEIGHTS
+            return Facts(problem, _purpose(config, described, path)[1], *known, through_transformers=True)
         spec = _spec_of(config)
         generates, purpose = _purpose(config, spec, path)
         footprint = _footprint(config, spec, generates, size)
-        problem = None if weights else _NO_WEIGHTS
-        return Facts(_quantization_problem(config) or problem, purpose, *known, footprint)
+        problem = None if weights else NO_WEIGHTS
+        return Facts(quantization_problem(config) or problem, purpose, *known, footprint)
     except _WRONG_CONFIG as error:
         return Facts(_reason(error), "unknown", *known)
 
@@ -150,16 +150,16 @@ def _spec_of(config: dict[str, Any]) -> DecoderSpec:
     return spec_of(config)
 
 
-def _runs_through_transformers(config: dict[str, Any]) -> bool:
-    """Raises ValueError if transformers' code cannot run on Quire's attention, as far as the config shows."""
+def _spec_through_transformers(config: dict[str, Any]) -> DecoderSpec | None:
+    """Return the sizes of a model that runs through transformers' code, None for any other. Raises ValueError if that
+    code cannot run on Quire's attention, as far as the config shows."""
     from quire.models.registry import runs_through_transformers
 
     if not runs_through_transformers(config):
-        return False
+        return None
     from quire.models.transformers_backend.spec import spec_of
 
-    spec_of(config)
-    return True
+    return spec_of(config)
 
 
 def _drafter_method(config: dict[str, Any]) -> str | None:
@@ -194,7 +194,8 @@ def _inputs(spec: DecoderSpec) -> str:
     return f" from {', '.join(taken if family.crossed else ['text', *taken])}"
 
 
-def _quantization_problem(config: dict[str, Any]) -> str | None:
+def quantization_problem(config: dict[str, Any]) -> str | None:
+    """Return why Quire cannot read the quantized weights of a checkpoint, None if it can."""
     if quantization_of(config) is None:
         return None
     from quire.checkpoints.formats.config import quantization_method  # imports torch

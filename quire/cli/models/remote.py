@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,16 @@ from typing import Any
 from quire.checkpoints.errors import ModelNotFoundError, WeightError
 from quire.checkpoints.format_names import weight_files
 from quire.checkpoints.gguf import read_part
-from quire.checkpoints.hub import files_of_model, gguf_files, gguf_kinds, split_kind
+from quire.checkpoints.hub import INDEXES, files_of_model, gguf_files, gguf_kinds, split_kind
 from quire.cli.models.facts import Facts, facts_of
 from quire.cli.models.words import size_text
 from quire.messages.errors import error_text
 from quire.platform.folders import private_folder
 
 _TIMEOUT = 30.0  # seconds
-_HEAD_BYTES, _MOST_HEAD_BYTES = 4 << 20, 256 << 20  # of a GGUF file: a large vocabulary takes ten million
+_HEAD_BYTES = 4 << 20  # of a GGUF file: a large vocabulary takes ten million
+_TABLE_BYTES = 1 << 18  # of a safetensors file: a thousand tensors take a hundred thousand
+_MOST_HEAD_BYTES = 256 << 20
 _SMALL = (  # what describes a model; tokenizers and indexes of weights are larger, and not needed for that
     "config.json",
     "adapter_config.json",
@@ -105,37 +107,60 @@ def describe(model: RemoteModel, token: Any) -> Facts:
     """Return the facts of a model, from its small files or from the beginnings of its GGUF files, which are not stored.
     Raises ModelNotFoundError, and WeightError for a file that is not a GGUF file.
     """
+    with small_files(model, token) as path:
+        return replace(facts_of(path, model.files), licence=model.licence)
+
+
+@contextmanager
+def small_files(model: RemoteModel, token: Any, with_tensors: bool = False) -> Iterator[Path]:
+    """Provide a temporary folder with the small files of a model, or the first of its GGUF files without tensors.
+
+    with_tensors: also the index of the weights or, if there is none, the beginnings of the safetensors files.
+    """
     from huggingface_hub import hf_hub_download
 
-    if model.gguf:
-        return _describe_gguf(model, token)
-    small = [name for name in model.files if name in _SMALL or re.fullmatch(_SMALL_IN_FOLDERS, name)]
     folder = private_folder("quire-model-")
     try:
         with _explained(model.name, model.commit, token), progress_bars(shown=False):
-            for name in small:
-                hf_hub_download(model.name, name, revision=model.commit, token=token, local_dir=folder)
-        return replace(facts_of(folder, model.files), licence=model.licence)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
-    folder = private_folder("quire-model-")
-    try:
-        with _explained(model.name, model.commit, token):
-            paths = [_fetch_head(model, name, folder, token) for name in model.gguf]
-        return replace(facts_of(paths[0]), licence=model.licence)
+            heads = [_fetch_head(model, name, folder, token, _HEAD_BYTES, _lacks_gguf) for name in model.gguf]
+            if not heads:
+                small = [name for name in model.files if name in _SMALL or re.fullmatch(_SMALL_IN_FOLDERS, name)]
+                indexes = [name for name in INDEXES if name in model.files] if with_tensors else []
+                for name in (*small, *indexes):
+                    hf_hub_download(model.name, name, revision=model.commit, token=token, local_dir=folder)
+                if with_tensors and not indexes:
+                    for name in (name for name in model.needed if name.endswith(".safetensors") and "/" not in name):
+                        _fetch_head(model, name, folder, token, _TABLE_BYTES, _lacks_table)
+        yield heads[0] if heads else folder
     except WeightError as error:
         raise WeightError(error_text(error).replace(f"{folder}/", "")) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
-    """Return a sparse file with the beginning of a GGUF file: everything before the tensors, followed by a hole.
+def _lacks_gguf(path: Path) -> bool:
+    """Whether the beginning of a GGUF file ends before the description of its tensors does."""
+    try:
+        read_part(path)
+    except WeightError as error:
+        return "ends early" in error_text(error)  # otherwise, only the tensors' data is missing
+    return True
 
-    Only the beginning takes disk space. The length of the beginning is only known after reading it.
+
+def _lacks_table(path: Path) -> bool:
+    """Whether the beginning of a safetensors file ends before its table of tensors does."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size < 8 + size
+
+
+def _fetch_head(
+    model: RemoteModel, name: str, folder: Path, token: Any, size: int, lacks: Callable[[Path], bool]
+) -> Path:
+    """Return a sparse file with the beginning of a file of weights: everything before the tensors, followed by a hole.
+
+    Only the beginning takes disk space. Its length is only known after reading it. size: bytes to fetch first. lacks:
+    whether more bytes are needed.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
@@ -143,7 +168,6 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
     path = folder / Path(name).name
     total = model.files[name]
     have = 0
-    size = _HEAD_BYTES
     url = hf_hub_url(model.name, name, revision=model.commit)
     headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
     path.touch()
@@ -154,11 +178,8 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
         with path.open("ab") as file:
             file.write(answer.content)
             have = file.tell()
-        try:
-            read_part(path)
-        except WeightError as error:
-            if "ends early" not in error_text(error):  # the tensors' description is complete, their data is missing
-                break
+        if not lacks(path):
+            break
         size *= 4
     os.truncate(path, total)
     return path

@@ -6,12 +6,13 @@ from typing import Any
 
 from quire.checkpoints.hub import model_directory, read_json, resolve
 from quire.config.conflicts import check
-from quire.config.engine import ConfigError, EngineConfig
+from quire.config.engine import ConfigError, EngineConfig, ModelConfig
 from quire.config.features import ModelFacts, Setup
 from quire.messages.errors import error_text
 from quire.models.heads.config import speculative_fields, speculators_target
 from quire.models.pooling import is_pooling_model
 from quire.models.registry import runs_through_transformers
+from quire.models.spec import HfConfig
 from quire.observability.logging import logger
 
 
@@ -32,7 +33,8 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
         # The checkpoint's dtype, since most of these models are small, and few were trained in bfloat16.
         kept = str(drafter.get("dtype") or drafter.get("torch_dtype") or "float32")
         dtype = "float32" if options.dtype == "auto" and kept == "float32" else options.dtype
-        config = replace(config, model=replace(options, runner="pooling", dtype=dtype))
+        completed = replace(options, runner="pooling", dtype=dtype)
+        config = replace(config, model=_with_implementation(completed, overridden))
         check(Setup(config, model=ModelFacts(pools=True)))
         return config, directory
     try:
@@ -48,9 +50,16 @@ def with_files(config: EngineConfig, weights: bool = True) -> tuple[EngineConfig
         config = replace(config, scheduler=replace(config.scheduler, speculative_config={**fields, **given}))
         fetched = weights and options.load_format != "dummy"
         directory = resolve(target, None, options.download_dir, options.hf_token, fetched)
-    elif options.model_impl == "auto" and runs_through_transformers(overridden):
-        config = replace(config, model=replace(options, model_impl="transformers"))
+    else:
+        config = replace(config, model=_with_implementation(options, overridden))
     return _with_drafter(config, weights), directory
+
+
+def _with_implementation(options: ModelConfig, config: HfConfig) -> ModelConfig:
+    """Return the options with transformers' code chosen, if they leave it open and only transformers has the model."""
+    if options.model_impl == "auto" and runs_through_transformers(config):
+        return replace(options, model_impl="transformers")
+    return options
 
 
 def _with_drafter(config: EngineConfig, weights: bool) -> EngineConfig:

@@ -17,9 +17,11 @@ NAME = "quire"  # among transformers' attention functions
 
 @dataclass
 class Step:
-    """State shared by the attention of all layers. plans: for each KV group, the plan of the current step."""
+    """State shared by all layers. plans: for each KV group, the plan of the current step. slots: the slots of the
+    tokens' adapters, None if no token has one; see ForwardState."""
 
     plans: list[Any] = field(default_factory=list)
+    slots: Tensor | None = None
 
 
 @dataclass

@@ -11,8 +11,10 @@ from quire.attention.base import AttentionBackend, CacheBackend
 from quire.kv.specs import attention_spec, group_entries
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState, pick
+from quire.layers.lora import AdapterSlots
 from quire.models.model import Model
 from quire.models.transformers_backend.attention import PagedAttention, Step
+from quire.models.transformers_backend.linear import LinearLayers
 from quire.models.transformers_backend.probe import LayerAttention
 from quire.ops import Kernels
 from quire.parallel.mesh import Communicator
@@ -40,23 +42,38 @@ class TransformersModel(Model):
     """network: the model, whose layers are moved to this one."""
 
     def __init__(
-        self, network: Any, layers: Sequence[LayerAttention], max_model_len: int, kernels: Kernels, group: Communicator
+        self,
+        network: Any,
+        layers: Sequence[LayerAttention],
+        linear: LinearLayers,
+        step: Step,
+        max_model_len: int,
+        kernels: Kernels,
+        group: Communicator,
+        adapters: AdapterSlots | None,
+        stage: Stage,
     ) -> None:
-        self.kernels, self.stage, self.residual_stream = kernels, Stage(range(len(layers))), ResidualStream(group)
+        """layers: of all stages. The network has those of this one."""
+        self.kernels, self.stage, self.residual_stream = kernels, stage, ResidualStream(group)
         self.vocab_size = self.num_token_ids = network.config.vocab_size
         self.hidden_size = network.config.hidden_size
         self.rotary = []
-        self.tensors = dict([*network.named_parameters(), *network.named_buffers()])
-        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        kept_parts = network if stage.has_head else network.base_model
+        self.tensors = dict([*kept_parts.named_parameters(), *kept_parts.named_buffers()])
+        self.linear_layers = linear.layers
+        self.num_parameters = linear.num_parameters + sum(part.numel() for part in kept_parts.parameters())
+        self.adapters = adapters
         self._body = network.base_model
-        self._head = network
-        setattr(network, network.base_model_prefix, _Passed())
+        self._head = network if stage.has_head else None
+        if self._body is not network:  # a model that pools has no head
+            setattr(network, network.base_model_prefix, _Passed())
         shapes = [CacheShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
         kept = [attention_spec([i], layer.window) for i, layer in enumerate(layers)]
-        self.kv_specs = group_entries(kept, max_model_len, shapes)
-        self.cache_shapes = [shapes[spec.layers[0]] for spec in self.kv_specs]
-        group_of = {layer: g for g, spec in enumerate(self.kv_specs) for layer in spec.layers}
-        self._step = Step()
+        groups = group_entries(kept, max_model_len, shapes)
+        self.cache_shapes = [shapes[spec.layers[0]] for spec in groups]
+        self.kv_specs = [spec.of_layers(stage.layers) for spec in groups]
+        group_of = {layer: g for g, spec in enumerate(groups) for layer in spec.layers}
+        self._step = step
         self._layers = [
             PagedAttention(self._step, group_of[i], layer.head_dim, layer.window) for i, layer in enumerate(layers)
         ]
@@ -78,9 +95,12 @@ class TransformersModel(Model):
     ) -> Tensor:
         assert not taps, "only drafters on the device need them"
         self._step.plans = state.plans
+        self._step.slots = state.slots
         out = self._body(inputs_embeds=x[None], position_ids=state.inputs.positions[None], use_cache=False)
         return pick(out.last_hidden_state[0], wanted)
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        assert self._head is not None, "the model has no head"
+        self._step.slots = slots
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits

@@ -1,17 +1,22 @@
 """Describes a model of transformers for the engine before it is loaded."""
 
+import re
 from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from quire.messages.errors import error_text
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
+_QUANTIZATION = ("quantization_config", "compression_config")
+_POOLED = re.compile(r"(?<!LMHead)Model$|For(SequenceClassification|TokenClassification|RewardModel)$")
+
 
 def architecture(config: HfConfig) -> str:
-    """Return the name of transformers' class. Raises ValueError if there is no class that generates."""
+    """Return the name of transformers' class: one that generates or, for a checkpoint without a head or with that of a
+    classifier, the layers alone. Raises ValueError if there is none."""
     names = config.get("architectures") or []
     for name in names:
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -19,11 +24,20 @@ def architecture(config: HfConfig) -> str:
     shared = _class_of_another_family(config.get("model_type"))
     if shared is not None and any(name.endswith("ForCausalLM") for name in names):
         return shared
+    if any(_POOLED.search(name) for name in names) and (body := body_of(config)) is not None:
+        return body
     wanted = ", ".join(names) or "(none named in config.json)"
     message = f"transformers {transformers.__version__} has no causal language model {wanted}"
     if config.get("auto_map"):
         message += "; the checkpoint brings code of its own, which Quire never runs"
     raise ValueError(message)
+
+
+def body_of(config: HfConfig) -> str | None:
+    """Return the name of transformers' class of a model's layers without a head, None if there is none."""
+    model_type = config.get("model_type")
+    name = MODEL_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    return name if isinstance(name, str) else None
 
 
 def _class_of_another_family(model_type: Any) -> str | None:
@@ -39,13 +53,12 @@ def settings_of(config: HfConfig) -> Any:
     name = architecture(config)
     if config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"transformers {transformers.__version__} has no model_type {config.get('model_type')!r}")
-    if config.get("quantization_config"):
-        raise ValueError("model_impl='transformers' cannot run quantized checkpoints")
     kind = CONFIG_MAPPING[config["model_type"]]
     if kind.sub_configs:
         raise ValueError(f"model_impl='transformers' runs models of text only, which {name} is not")
     try:
-        settings = kind.from_dict(dict(config))
+        # Quire's own layers read quantized weights
+        settings = kind.from_dict({name: value for name, value in config.items() if name not in _QUANTIZATION})
     except Exception as error:  # its validators raise many kinds
         raise ValueError(f"transformers cannot read config.json: {error_text(error)}") from error
     if settings.is_encoder_decoder:
