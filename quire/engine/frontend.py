@@ -72,10 +72,7 @@ class Frontend:
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
             spec = description.spec
-            pooler = description.pooling.pooler
-            layers = pooler.layers or pooler.of_tokens
-            out = layers[-1].out_features if layers else spec.hidden_size
-            self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, out)
+            self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, spec.hidden_size)
         if m.default_chat_template_kwargs:
             from quire.text.chat_template import RESERVED
 

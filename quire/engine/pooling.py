@@ -35,12 +35,15 @@ class Pair:
 class PoolingProcessor:
     """Validates and tokenizes requests for a model that pools. The engine core can run every request that passes."""
 
-    def __init__(self, processor: Processor, description: PoolingDescription, token_types: int, out: int) -> None:
-        """token_types: see DecoderSpec. out: the length of an embedding."""
+    def __init__(
+        self, processor: Processor, description: PoolingDescription, token_types: int, hidden_size: int
+    ) -> None:
+        """token_types: see DecoderSpec."""
         self.processor = processor
         self.description = description
         self.token_types = token_types
-        self.out = out
+        self.heads = description.heads
+        self.hidden_size = hidden_size
 
     def process(
         self,
@@ -101,20 +104,21 @@ class PoolingProcessor:
         return ProcessedRequest(request_id, text, token_ids, _NOTHING, [core_request])
 
     def _check(self, params: PoolingParams) -> None:
-        tasks = self.description.tasks
         if params.task is None:
-            params.task = tasks[0]  # type: ignore[assignment]
-        elif params.task not in tasks:
-            raise ValueError(f"task {params.task!r} is not one of this model's: {', '.join(tasks)}")
+            params.task = self.description.tasks[0]  # type: ignore[assignment]
+        elif params.task not in self.heads:
+            raise ValueError(f"task {params.task!r} is not one of this model's: {', '.join(self.heads)}")
+        pooler = self.heads[str(params.task)]
         if params.dimensions is not None:
-            if self.description.pooler.is_classifier:
+            if pooler.is_classifier:
                 raise ValueError("dimensions is for embeddings, which this model does not make")
-            if params.dimensions > self.out:
+            layers = pooler.layers or pooler.of_tokens
+            size = layers[-1].out_features if layers else self.hidden_size
+            if params.dimensions > size:
                 raise ValueError(
-                    f"dimensions must be at most {self.out}, the length of this model's embeddings, "
-                    f"got {params.dimensions}"
+                    f"dimensions must be at most {size}, the length of this model's embeddings, got {params.dimensions}"
                 )
-        if self.description.pooler.pooling != "last" or str(params.task).startswith("token_"):
+        if not pooler.reads_last_token_only:
             params.skip_reading_prefix_cache = True  # hidden states of all tokens are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:

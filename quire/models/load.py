@@ -28,7 +28,7 @@ from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
 from quire.models.model import LoadedModel, MediaEncoder
-from quire.models.pooler import Pooler
+from quire.models.pooler import Pooler, make_poolers
 from quire.models.precision import resolve_dtype, target_of
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
@@ -162,16 +162,16 @@ def _load_decoder(wanted: _Wanted) -> LoadedModel:
     elsewhere |= builder.tensors_elsewhere
     if wanted.adapters is not None:
         wanted.adapters.note_elsewhere(elsewhere)
-    pooler = None
+    poolers: Mapping[str, Pooler] = {}
     if description.pooling is not None and model.stage.has_head:
         folder = wanted.weights if isinstance(wanted.weights, Path) else wanted.directory
-        pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
+        poolers = make_poolers(builder, description.pooling.heads, None if checkpoint is None else folder)
     if checkpoint is None:
         load_dummy(builder, wanted.show_progress)
-        return LoadedModel(model, encoder, pooler)
+        return LoadedModel(model, encoder, poolers)
     parts = parts_of(checkpoint, builder)
     weight_cache = _fill(wanted, spec, builder, checkpoint, elsewhere)
-    return LoadedModel(model, encoder, pooler, parts, weight_cache)
+    return LoadedModel(model, encoder, poolers, parts, weight_cache)
 
 
 def _fill(
