@@ -111,6 +111,8 @@ def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weig
             found = fetch(*_gguf_patterns(kind))
             return found / gguf_files(_names_in(found), kind)[0]
         found = fetch([*_PATTERNS, *_TENSORS] if weights else _PATTERNS)
+        if weights and "JinaEmbeddingsV5Model" in (read_json(found, "config.json").get("architectures") or ()):
+            fetch(["adapters/*"], [])
         if weights and not any(found.glob("*.safetensors")):
             fetch(_OLDER_TENSORS)  # only if the repository has no safetensors
             if not any(found.glob("*.bin")) and not any(found.glob("medusa_lm_head.pt")):

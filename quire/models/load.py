@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire.checkpoints import merged_adapter, nomic
 from quire.checkpoints.bitsandbytes import BitsAndBytesCheckpoint
 from quire.checkpoints.formats.at_load import quantizer_of
 from quire.checkpoints.formats.config import check_format, extra_tensors, quantization_kind, quantization_method
@@ -73,6 +74,10 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
         return Mxfp4Checkpoint(checkpoint)
     if any(name.endswith(PACKED) for name in checkpoint.names):
         return RwkvCheckpoint(checkpoint)
+    if any(name.endswith(merged_adapter.ORIGINAL) for name in checkpoint.names):
+        return merged_adapter.with_parametrization(checkpoint, config)
+    if any(name.endswith(nomic.ROWS) for name in checkpoint.names):
+        return nomic.with_experts(checkpoint, config)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
@@ -215,6 +220,8 @@ def _open(wanted: _Wanted) -> _Stored:
     weights = wanted.weights
     files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or wanted.directory)
     checkpoint = presented(files, fields)
+    if "JinaEmbeddingsV5Model" in (fields.get("architectures") or ()):
+        checkpoint = merged_adapter.with_adapter(checkpoint, wanted.directory, fields)
     method_of = checkpoint.linear_method() or quantization_method(fields, checkpoint.has)
     return _Stored(checkpoint, method_of, files.shape_of)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire import LLM, PoolingParams
 from support.every_family_page import POOLING_KINDS, vllm
 from support.pooling_families import FAMILIES, HIDDEN, bge_m3, drawn, prompts
+from support.pooling_forms import FORMS
 
 MARKS = {  # tokens that a head looks for, at the place where a prompt's remainder of 5 is 0
     "JinaForRanking": 151_670,
@@ -45,9 +46,9 @@ def texts_of(name: str) -> list[list[int]]:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", [*FAMILIES, *FORMS])
 def test_vectors_and_scores_are_those_of_an_independent_implementation(tmp_path, name):
-    family = FAMILIES[name]
+    family = {**FAMILIES, **FORMS}[name]
     reference = family.make(tmp_path)
     texts = texts_of(name)
     check(pooled(tmp_path, texts, family.task, **family.options), [reference(text) for text in texts])

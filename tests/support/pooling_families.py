@@ -293,6 +293,69 @@ def jina_ranking(folder: Path) -> Reference:
     return marks
 
 
+def jina_v3(folder: Path) -> Reference:
+    """The published form, with the factors of an adapter for each task; the last one is the default."""
+    import transformers
+
+    tasks = ["retrieval.query", "text-matching"]
+    model = saved(folder, "JinaEmbeddingsV3", ROBERTA)
+
+    def split(tensors: Tensors) -> Tensors:
+        made = {}
+        for i, (name, tensor) in enumerate(tensors.items()):
+            name = f"roberta.{name}"
+            if not name.endswith("weight") or "norm" in name or "emb_ln" in name or "pooler" in name:
+                made[name] = tensor
+                continue
+            out, width = tensor.shape
+            a, b = drawn(2, 4, width, seed=i), drawn(2, out, 4, seed=1000 + i)
+            if "embeddings" in name:
+                a, b = b, a
+            root = f"{name.removesuffix('.weight')}.parametrizations.weight"
+            made |= {f"{root}.0.lora_A": a, f"{root}.0.lora_B": b}
+            made[f"{root}.original"] = tensor - 0.5 * (a[1] @ b[1] if "embeddings" in name else b[1] @ a[1])
+        return made
+
+    edit(
+        folder,
+        split,
+        architectures=["XLMRobertaModel"],
+        model_type="xlm-roberta",
+        position_embedding_type="rotary",
+        lora_adaptations=tasks,
+        lora_rank=4,
+        lora_alpha=2,
+    )
+    assert isinstance(model, transformers.JinaEmbeddingsV3Model)
+    states = states_of(model)
+    return lambda ids: states(ids)[0]
+
+
+def jina_v5(family: str, **changes: Any) -> Callable[[Path], Reference]:
+    """An adapter in peft's format for each task, the default of which is that for retrieval."""
+
+    def make(folder: Path) -> Reference:
+        from safetensors.torch import save_file
+
+        model = saved(folder, family, DECODER)
+        adapter = folder / "adapters" / "retrieval"
+        adapter.mkdir(parents=True)
+        (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+        factors = {}
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                a, b = drawn(4, parameter.shape[1], seed=len(name)), drawn(parameter.shape[0], 4, seed=len(factors))
+                root = f"base_model.model.{name.removesuffix('.weight')}"
+                factors |= {f"{root}.lora_A.weight": a, f"{root}.lora_B.weight": b}
+                parameter.data = parameter.data + 2.0 * (b @ a)
+        save_file(factors, adapter / "adapter_model.safetensors")
+        edit(folder, architectures=["JinaEmbeddingsV5Model"], **changes)
+        states = states_of(model)
+        return lambda ids: states(ids)[-1 if family == "Qwen3" else 0]
+
+    return make
+
+
 BERT = {**SIZES, "type_vocab_size": 2}
 ROBERTA = {**SIZES, "type_vocab_size": 1}
 MODERNBERT = {**SIZES, **LOCAL}
@@ -331,6 +394,7 @@ FAMILIES: dict[str, PoolingFamily] = {
     "Gemma3TextModel": PoolingFamily(embeds("Gemma3Text", GEMMA3)),
     "GteModel": PoolingFamily(embeds("Gte", GTE)),
     "GteNewModel": PoolingFamily(renamed_gte("Model", "GteNewModel"), RENAMED),
+    "JinaEmbeddingsV5Model": PoolingFamily(jina_v5("Qwen3"), "transformers, with merged adapters"),
     "LlamaBidirectionalModel": PoolingFamily(bidirectional("Llama", "LlamaBidirectionalModel", pooling="avg")),
     "LlamaModel": PoolingFamily(embeds("Llama", DECODER, -1)),
     "LlamaForCausalLM": PoolingFamily(generates("Llama", DECODER), options={"runner": "pooling"}),
@@ -351,6 +415,9 @@ FAMILIES: dict[str, PoolingFamily] = {
         late_interaction("ModernBert", MODERNBERT, "ColBERTModernBertModel", ""), HEAD
     ),
     "ColBERTLfm2Model": PoolingFamily(late_interaction("Lfm2", LFM2, "ColBERTLfm2Model", "model."), HEAD),
+    "ColBERTJinaRobertaModel": PoolingFamily(
+        late_interaction("JinaEmbeddingsV3", ROBERTA, "ColBERTJinaRobertaModel", "roberta."), HEAD
+    ),
     "JinaForRanking": PoolingFamily(jina_ranking, HEAD),
     "InternLM2ForRewardModel": PoolingFamily(internlm2_reward, "transformers' Llama, renamed, and the head's formula"),
     "Qwen2ForRewardModel": PoolingFamily(reward("Qwen2", "Qwen2ForRewardModel", 1), HEAD),

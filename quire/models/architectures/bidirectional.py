@@ -15,6 +15,11 @@ def qwen3(config: HfConfig) -> DecoderSpec:
     return bidirectional(causal_qwen3(config))
 
 
+def jina_v5(config: HfConfig) -> DecoderSpec:
+    """jina-embeddings-v5: a Qwen3, or a EuroBERT in the small models."""
+    return causal_qwen3(config) if config.get("is_decoder", True) else eurobert(config)
+
+
 def eurobert(config: HfConfig) -> DecoderSpec:
     """A Llama. Poolers read its heads when needed."""
     spec = llama(config)
