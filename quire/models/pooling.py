@@ -42,6 +42,11 @@ class PoolingDescription:
         return len(self.pooler.labels) == 1 and not self.pooler.of_each_token
 
     @property
+    def is_listwise(self) -> bool:
+        """Whether `score` passes all documents to the model at once (jina-reranker-v3)."""
+        return self.pooler.tokens is not None and len(self.pooler.tokens.ids) > 1
+
+    @property
     def heads(self) -> dict[str, PoolerSpec]:
         """Return the poolers of all tasks that the model can compute, by vLLM's names of the tasks, the usual one
         first."""

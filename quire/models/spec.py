@@ -194,6 +194,8 @@ def bidirectional(spec: DecoderSpec) -> DecoderSpec:
     for mixer in spec.mixers:
         if not isinstance(mixer, AttentionSpec):
             raise ValueError(f"a decoder with layers of the kind {type(mixer).__name__} cannot be used as an encoder")
+        if mixer != replace(mixer, soft_cap=None, sinks=False, alibi=False, temperature=None, source=None):
+            raise ValueError("a decoder with soft caps, sinks, ALiBi, temperatures or shared keys is no encoder")
         mixers.append(replace(mixer, is_causal=False))
     return replace(spec, mixers=tuple(mixers))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.registry import ARCHITECTURES
-from support.pooling_families import FAMILIES
+from support.pooling_families import FAMILIES, WITH_PICTURES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("models.md", "multimodal.md", "speech.md")  # whose text names what other tests compare
@@ -74,7 +74,7 @@ def counts(runs: dict[str, str]) -> list[str]:
 
 def pools(name: str) -> bool:
     """Whether a test compares the vectors or scores of an architecture, or it generates, so that any embeds."""
-    return name in FAMILIES or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
+    return name in FAMILIES or name in WITH_PICTURES or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
 
 
 def how(name: str, row: dict[str, Any] | None) -> str:
@@ -103,6 +103,8 @@ def compared(name: str, row: dict[str, Any] | None) -> str:
             parts.append("[see above](#architectures)" if page == "models.md" else f"[see {page}]({page})")
     if name in FAMILIES:
         parts.append(f"{FAMILIES[name].compared}, on [vectors or scores](embeddings.md)")
+    if name in WITH_PICTURES:
+        parts.append("transformers, on [vectors](embeddings.md) of pictures and texts")
     return "; ".join(parts)
 
 

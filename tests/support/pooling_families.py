@@ -449,3 +449,6 @@ FAMILIES: dict[str, PoolingFamily] = {
         scores("XLMRoberta", ROBERTA, "ForSequenceClassification", num_labels=1)
     ),
 }
+
+# Of vLLM's table of embedding models, those that see, with the names of support.seeing.
+WITH_PICTURES = {"LlavaNextForConditionalGeneration": "llava_next", "Qwen2VLForConditionalGeneration": "qwen2_vl"}
