@@ -15,6 +15,11 @@ OUT = Path(__file__).parents[1] / "tests" / "data" / "vllm_architectures.json"
 KINDS = {  # the registry's tables
     "_TEXT_GENERATION_MODELS": "text",
     "_MULTIMODAL_MODELS": "multimodal",
+    "_EMBEDDING_MODELS": "embedding",
+    "_LATE_INTERACTION_MODELS": "late interaction",
+    "_REWARD_MODELS": "reward",
+    "_TOKEN_CLASSIFICATION_MODELS": "token classification",
+    "_SEQUENCE_CLASSIFICATION_MODELS": "sequence classification",
     "_TRANSFORMERS_SUPPORTED_MODELS": "through transformers",
     "_OOT_SUPPORTED_MODELS": "plugin",
     "_PREVIOUSLY_SUPPORTED_MODELS": "removed",
@@ -23,13 +28,35 @@ KINDS = {  # the registry's tables
 
 def architectures(registry: str) -> dict[str, list[str]]:
     """The names in each of the tables."""
-    found: dict[str, list[str]] = {}
+    tables: dict[str, ast.Dict] = {}
     for statement in ast.parse(registry).body:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         table = getattr(statement, "value", None)
         if isinstance(target, ast.Name) and target.id in KINDS and isinstance(table, ast.Dict):
-            found[KINDS[target.id]] = sorted(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
-    return found
+            tables[target.id] = table
+    return {kind: sorted(_names(tables[table], tables)) for table, kind in KINDS.items()}
+
+
+def _names(table: ast.Dict, tables: dict[str, ast.Dict]) -> set[str]:
+    """The keys of a table. It may include the entries of another one whose class has a certain name."""
+    names = {str(key.value) for key in table.keys if isinstance(key, ast.Constant)}
+    for key, included in zip(table.keys, table.values, strict=True):
+        if key is not None or not isinstance(included, ast.DictComp):
+            continue
+        parts = list(ast.walk(included))
+        other = next(part.id for part in parts if isinstance(part, ast.Name) and part.id in tables)
+        wanted = next(part.value for part in parts if isinstance(part, ast.Constant))
+        names |= {
+            str(name.value)
+            for name, entry in zip(tables[other].keys, tables[other].values, strict=True)
+            if isinstance(name, ast.Constant) and isinstance(entry, ast.Tuple) and _class_of(entry) == wanted
+        }
+    return names
+
+
+def _class_of(entry: ast.Tuple) -> object:
+    """The second part of an entry: a module and a class."""
+    return getattr(entry.elts[1], "value", None)
 
 
 def main() -> None:

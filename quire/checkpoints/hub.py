@@ -16,7 +16,7 @@ from quire.platform.files import MIB, FileError, check_folder, read_bytes
 
 # The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-_TENSORS = ["*.safetensors"]
+_TENSORS = ["*.safetensors", "colbert_linear.pt", "sparse_linear.pt"]
 _OLDER_TENSORS = ["pytorch_model*.bin", "medusa_lm_head.pt"]
 # Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders. Folders
 # with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
@@ -112,9 +112,11 @@ def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weig
             found = fetch(*_gguf_patterns(kind))
             return found / gguf_files(_names_in(found), kind)[0]
         found = fetch([*_PATTERNS, *_TENSORS] if weights else _PATTERNS)
+        if weights and "JinaEmbeddingsV5Model" in (read_json(found, "config.json").get("architectures") or ()):
+            fetch(["adapters/*"], [])
         if weights and not any(found.glob("*.safetensors")):
             fetch(_OLDER_TENSORS)  # only if the repository has no safetensors
-            if not any(found.glob("*.bin")) and not any(found.glob("*.pt")):
+            if not any(found.glob("*.bin")) and not any(found.glob("medusa_lm_head.pt")):
                 if not gguf_kinds(names := _names_in(found)):
                     names = HfApi(token=token).list_repo_files(model, revision=revision)
                 if gguf_kinds(names):

@@ -43,12 +43,14 @@ ACTIVATIONS = {
 @dataclass(frozen=True)
 class SentenceTransformer:
     """The content of the files. pooling: None if no part pools, so that each token has a vector. prompts: prefixes of
-    inputs, by name. is_sparse: a vector over the vocabulary (SPLADE)."""
+    inputs, by name. is_sparse: a vector over the vocabulary (SPLADE). is_late_interaction: a part is PyLate's, so
+    vectors of tokens are compared."""
 
     pooling: Pooling | None = None
     layers: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     is_sparse: bool = False
+    is_late_interaction: bool = False
     max_tokens: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -60,7 +62,8 @@ def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
     if directory.is_file() or not (directory / "modules.json").is_file():
         return None
     found: dict[str, Any] = {}
-    for kind, folder in _parts(directory):
+    for library, kind, folder in _parts(directory):
+        found["is_late_interaction"] = found.get("is_late_interaction", False) or library == "pylate"
         config = read_json(folder, "config.json")
         if kind in ("Transformer", "MLMTransformer"):
             settings = read_json(folder, "sentence_bert_config.json")
@@ -83,11 +86,13 @@ def read_sentence_transformer(directory: Path) -> SentenceTransformer | None:
     )
 
 
-def _parts(directory: Path) -> list[tuple[str, Path]]:
-    """Return the kind and the folder of each part."""
+def _parts(directory: Path) -> list[tuple[str, str, Path]]:
+    """Return the library, the kind and the folder of each part."""
     try:
         modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
-        return [(str(module["type"]).rpartition(".")[2], _inside(directory, module["path"])) for module in modules]
+        types = [str(module["type"]).split(".") for module in modules]
+        folders = [_inside(directory, module["path"]) for module in modules]
+        return [(type[0], type[-1], folder) for type, folder in zip(types, folders, strict=True)]
     except (ValueError, TypeError, KeyError) as error:
         raise ModelNotFoundError(f"{directory}/modules.json cannot be read: {error_text(error)}") from error
 

@@ -188,11 +188,12 @@ def _places(file: Path) -> Iterator[tuple[str, int]]:
 
 
 class TorchCheckpoint(Checkpoint):
-    """The tensors of a directory's torch files, memory-mapped. Only torch's restricted unpickler reads them."""
+    """The tensors of a torch file or of those in a directory, memory-mapped. Only torch's restricted unpickler reads
+    them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.names: dict[str, Tensor] = {}
-        for file in _torch_files(directory):
+        for file in [check_regular(path)] if path.is_file() else _torch_files(path):
             try:
                 tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:  # a pickle can fail in any way

@@ -10,7 +10,7 @@ from quire.config.conflicts import check
 from quire.config.declaration import imported
 from quire.config.engine import ConfigError, EngineConfig, ModelConfig
 from quire.config.features import Setup
-from quire.engine.pooling import PoolingProcessor
+from quire.engine.pooling import Pair, PoolingProcessor
 from quire.engine.processor import GGUF_CHAT_DEFAULTS, Processor, Prompt, PromptFields
 from quire.lora.files import find_adapter
 from quire.messages.errors import error_text
@@ -72,10 +72,10 @@ class Frontend:
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
             spec = description.spec
-            pooler = description.pooling.pooler
-            layers = pooler.layers or pooler.of_tokens
-            out = layers[-1].out_features if layers else spec.hidden_size
-            self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, out)
+            render = self._pair_prompt if self.given_chat_template is not None else None
+            self.pooling = PoolingProcessor(
+                self.processor, description.pooling, spec.token_types, spec.hidden_size, render
+            )
         if m.default_chat_template_kwargs:
             from quire.text.chat_template import RESERVED
 
@@ -150,6 +150,11 @@ class Frontend:
     def render_chat(self, messages: Sequence[Message], **arguments: Any) -> str:
         """Render a conversation into a prompt. Raises ValueError if there is no chat template, or if it fails."""
         return self.rendering(messages, **arguments).run()
+
+    def _pair_prompt(self, pair: Pair) -> str:
+        """Render the texts that a cross-encoder reads, with vLLM's roles. Raises ValueError if the template fails."""
+        texts = [{"role": "query", "content": pair.first}, {"role": "document", "content": pair.second}]
+        return self.render_chat(texts, **{"add_generation_prompt": False, **pair.variables})
 
     def chat_prompt(
         self, messages: Sequence[Message], rendering: dict[str, Any], mm_processor_kwargs: Mapping[str, Any] | None

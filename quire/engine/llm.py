@@ -19,8 +19,9 @@ from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
-from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
+from quire.engine.pooling import Pair, PoolingProcessor, pooling_request_output, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt, as_list, refuse_arguments
+from quire.engine.scoring import scoring
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -208,23 +209,23 @@ class LLM:
         data_1: str | Sequence[str],
         data_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
         """Return the similarity of texts as `outputs.score`: of one text with each of several, or of texts in pairs.
 
         A cross-encoder reads both texts at once. Embeddings are compared by cosine similarity, and token vectors as in
-        ColBERT. options: as for `encode`.
+        ColBERT. chat_template_kwargs: variables of the template that renders the texts for a cross-encoder, such as
+        `instruction`. options: as for `encode`.
         """
-        firsts, seconds = pairs_of(data_1, data_2)
-        if self._pooling.description.scores_pairs:
-            pairs = [Pair(*pair) for pair in zip(firsts, seconds, strict=True)]
-            return self._pool(pairs, pooling_params, "score", lambda v: ScoringOutput(float(v[0])), **options)
-        texts = list(dict.fromkeys([*firsts, *seconds]))
-        outputs = self._pool(texts, pooling_params, None, lambda values: values, **options)
-        by_text: dict[str, Any] = dict(zip(texts, outputs, strict=True))
+        firsts, seconds = ([texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
+        plan = scoring(self._pooling, firsts, seconds, chat_template_kwargs or {})
+        outputs = self._pool(plan.prompts, pooling_params, None, lambda values: values, **options)
+        values: list[Any] = [output.outputs for output in outputs]
+        scores = plan.scores(values)
         return [
-            replace(by_text[b], outputs=ScoringOutput(similarity(by_text[a].outputs, by_text[b].outputs)))
-            for a, b in zip(firsts, seconds, strict=True)
+            replace(outputs[i], outputs=ScoringOutput(score)) for i, score in zip(plan.sources, scores, strict=True)
         ]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:

@@ -1,16 +1,17 @@
 """Requests for embeddings and scores: tokenizes prompts and text pairs, and converts results to outputs."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.processor import ProcessedRequest, Processor, Prompt, PromptTooLongError
+from quire.engine.processor import MEDIA_FIELDS, ProcessedRequest, Processor, Prompt, PromptTooLongError
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.media import MediaItem
 from quire.messages.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -26,21 +27,31 @@ class PoolingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts that a cross-encoder reads at once."""
+    """Two texts that a cross-encoder reads at once. variables: of the template that renders them."""
 
     first: str
     second: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PoolingProcessor:
     """Validates and tokenizes requests for a model that pools. The engine core can run every request that passes."""
 
-    def __init__(self, processor: Processor, description: PoolingDescription, token_types: int, out: int) -> None:
-        """token_types: see DecoderSpec. out: the length of an embedding."""
+    def __init__(
+        self,
+        processor: Processor,
+        description: PoolingDescription,
+        token_types: int,
+        hidden_size: int,
+        render_pair: Callable[[Pair], str] | None = None,
+    ) -> None:
+        """token_types: see DecoderSpec. render_pair: renders the texts that a cross-encoder reads into one."""
         self.processor = processor
         self.description = description
         self.token_types = token_types
-        self.out = out
+        self.heads = description.heads
+        self.hidden_size = hidden_size
+        self.render_pair = render_pair
 
     def process(
         self,
@@ -68,11 +79,17 @@ class PoolingProcessor:
         from_left = truncation_side == "left"
         text: str | None = None
         salt: str | None = None
+        media = list[MediaItem]()
+        rotary = b""
+        if isinstance(prompt, Pair) and self.render_pair is not None:
+            prompt = self.render_pair(prompt)
         if isinstance(prompt, Pair):
             text = prompt.second
             token_ids = self._pair(prompt, keep, from_left)
         else:
             prompt = self._with_prompt(prompt, prompt_name)
+            if isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
+                prompt, media, rotary = self.processor.with_media(prompt, add_special_tokens, keep)
             text = _text_of(prompt)
             tokenizer = self.processor.tokenizer
             if text is not None and keep is not None:  # special tokens stay at the end
@@ -97,24 +114,27 @@ class PoolingProcessor:
             priority=priority,
             cache_salt=salt,
             pooling_params=params,
+            media=media,
+            rotary_positions=rotary,
         )
         return ProcessedRequest(request_id, text, token_ids, _NOTHING, [core_request])
 
     def _check(self, params: PoolingParams) -> None:
-        tasks = self.description.tasks
         if params.task is None:
-            params.task = tasks[0]  # type: ignore[assignment]
-        elif params.task not in tasks:
-            raise ValueError(f"task {params.task!r} is not one of this model's: {', '.join(tasks)}")
+            params.task = self.description.tasks[0]  # type: ignore[assignment]
+        elif params.task not in self.heads:
+            raise ValueError(f"task {params.task!r} is not one of this model's: {', '.join(self.heads)}")
+        pooler = self.heads[str(params.task)]
         if params.dimensions is not None:
-            if self.description.pooler.is_classifier:
+            if pooler.is_classifier:
                 raise ValueError("dimensions is for embeddings, which this model does not make")
-            if params.dimensions > self.out:
+            layers = pooler.layers or pooler.of_tokens
+            size = layers[-1].out_features if layers else self.hidden_size
+            if params.dimensions > size:
                 raise ValueError(
-                    f"dimensions must be at most {self.out}, the length of this model's embeddings, "
-                    f"got {params.dimensions}"
+                    f"dimensions must be at most {size}, the length of this model's embeddings, got {params.dimensions}"
                 )
-        if self.description.pooler.pooling != "last" or str(params.task).startswith("token_"):
+        if not pooler.reads_last_token_only:
             params.skip_reading_prefix_cache = True  # hidden states of all tokens are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:
@@ -192,25 +212,3 @@ def pooling_request_output(
     """kind: converts an array to `outputs`. Raises PoolingError if the request failed."""
     made = kind(result(output))
     return PoolingRequestOutput(output.request_id, made, output.prompt_token_ids, output.num_cached_tokens)
-
-
-def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Pair one text with many, or texts one to one. Returns lists of equal length. Raises ValueError or TypeError."""
-    ones, others = ([x] if isinstance(x, str) else list(x) for x in (first, second))
-    for text in (*ones, *others):
-        if not isinstance(text, str):
-            raise TypeError(f"texts to score must be strings, got {type(text).__name__}")
-    if not ones or not others:
-        raise ValueError("there must be at least one text on both sides")
-    if len(ones) not in (1, len(others)):
-        raise ValueError(f"give one text to compare with {len(others)}, or as many, not {len(ones)}")
-    return ones * len(others) if len(ones) == 1 else ones, others
-
-
-def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-    """Return the cosine similarity of two embeddings. For token vectors, it is ColBERT's score (arXiv:2004.12832): the
-    sum, over the tokens of the first text, of the largest product with a token of the second."""
-    if one.ndim == 2:
-        return float((one @ other.T).max(axis=1).sum())
-    length = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float(one @ other) / length if length else 0.0

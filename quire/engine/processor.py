@@ -187,7 +187,7 @@ class Processor:
             prompt = encoded.decoder_prompt
             media = encoded.media
         elif isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
-            prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
+            prompt, media, rotary = self.with_media(prompt, add_special_tokens, keep)
         if self.media is not None and self.media.needs_media and not media:
             raise ValueError("multi_modal_data: this model needs a sound in each prompt")
         if adapter is not None:
@@ -421,7 +421,7 @@ class Processor:
             raise ValueError("a prompt given as a dict needs 'prompt' (a string) or 'prompt_token_ids'")
         return None, self._checked(prompt, keep, from_left), None
 
-    def _with_media(
+    def with_media(
         self, prompt: PromptFields, add_special_tokens: bool, keep: int | None
     ) -> tuple[PromptFields, list[MediaItem], bytes]:
         """Return the prompt with its media replaced by tokens, the media, and the prompt's rotary positions if they are

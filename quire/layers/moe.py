@@ -41,8 +41,8 @@ class MoE:
 
     names: the names of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert,
     or of experts_gate_up and experts_down for all experts, or of both if the checkpoint decides; of shared_gate and
-    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; of latent_in and latent_out; and of
-    expert_scales, if experts are apart.
+    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; of latent_in and latent_out; of
+    experts_bias, which is added to the sum of the experts' results; and of expert_scales, if experts are apart.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
@@ -67,15 +67,14 @@ class MoE:
             spec.group_score,
         )
         self.activation = activation(builder.kernels, spec.activation, spec.gated, spec.swiglu)
-        self.latent_in = self.latent_out = None
-        inputs = spec.latent_size or hidden
-        if spec.latent_size:
-            self.latent_in = ReplicatedLinear(builder, names["latent_in"], hidden, inputs)
-            self.latent_out = ReplicatedLinear(builder, names["latent_out"], inputs, hidden)
+        inputs = self._latent(builder, spec, hidden, names)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: the number of tokens that chose each expert
         if builder.experts is not None and builder.experts.measures:
             self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
+        self.out_bias = builder.whole(names["experts_bias"], hidden) if "experts_bias" in names else None
+        if builder.tensor_group.rank > 0:
+            builder.when_loaded(self._drop_bias)
         self.adapters: list[LowRank] = []  # for gate_up and for down
         is_fused = spec.layout != "separate"
         inner = (0, spec.intermediate_size)  # each expert is whole on one rank, or each rank has a share of it
@@ -96,6 +95,15 @@ class MoE:
             self.shared = MLP(builder, spec.shared, hidden, shared)
             if spec.shared_gate:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
+
+    def _latent(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> int:
+        """Make the projections before and after the experts. Returns the width of the experts' inputs."""
+        self.latent_in = self.latent_out = None
+        if not spec.latent_size:
+            return hidden
+        self.latent_in = ReplicatedLinear(builder, names["latent_in"], hidden, spec.latent_size)
+        self.latent_out = ReplicatedLinear(builder, names["latent_out"], spec.latent_size, hidden)
+        return spec.latent_size
 
     def _separate(
         self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int], is_fused: bool
@@ -140,7 +148,12 @@ class MoE:
         routed = sent.collect(self._compute(sent.receive(), slots))
         if self.latent_out is not None:
             routed = self.latent_out(routed, slots)
+        if self.out_bias is not None:
+            routed = routed + self.out_bias
         return routed if shared is None else self.kernels.add(routed, shared, routed)
+
+    def _drop_bias(self) -> None:
+        self.out_bias = None
 
     def _compute(self, routed: Routed, slots: Tensor | None) -> Tensor:
         """Return the results of this rank's experts, [rows, hidden]. slots: the adapter slots of the step's tokens."""

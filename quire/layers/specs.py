@@ -133,9 +133,9 @@ class AltUpSpec:
 @dataclass(frozen=True)
 class DenseSpec:
     """norm(activation(x W^T + b)). name: the name of the weight in the checkpoint, or with a folder, in the checkpoint
-    in that folder. norm: None for no norm; norm_name: its name. bias_name: the bias's name if it is not `name`. rows:
-    the computed outputs out of the checkpoint's `out_features`; empty for all. The activation "difference" subtracts
-    the first of two outputs from the second."""
+    in that folder, or in the torch file of that name. norm: None for no norm; norm_name: its name. bias_name: the
+    bias's name if it is not `name`. rows: the computed outputs out of the checkpoint's `out_features`; empty for all.
+    The activation "difference" subtracts the first of two outputs from the second."""
 
     name: str
     in_features: int
@@ -149,6 +149,16 @@ class DenseSpec:
     rows: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class TokenChoice:
+    """The tokens of a text that are pooled. ids: only tokens with one of these ids, grouped by id in this order; empty
+    for all. without_first, without_last: leave out the first or the last token if it has this id."""
+
+    ids: tuple[int, ...] = ()
+    without_first: int | None = None
+    without_last: int | None = None
+
+
 Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "all"]
 
 
@@ -160,15 +170,19 @@ class PoolerSpec:
     the last token's vector, their mean or maximum, their sum divided by the root of their number, or their mean
     weighted with 1, 2, 3 ...; "all" keeps a vector for each token. layers: the layers that are applied to the pooled
     vectors. labels: the labels of a classifier, whose results are scores; empty for embeddings. activation: the
-    activation of a classifier's scores. normalize: scale embeddings to length 1.
+    activation of a classifier's scores, which are first reduced by `mean` and divided by `sigma`. normalize: scale
+    embeddings to length 1. tokens: None for all tokens.
     """
 
     pooling: Pooling
     of_tokens: tuple[DenseSpec, ...] = ()
     layers: tuple[DenseSpec, ...] = ()
     labels: tuple[str, ...] = ()
-    activation: Literal["identity", "sigmoid", "softmax"] = "identity"
+    activation: Literal["identity", "relu", "sigmoid", "softmax"] = "identity"
     normalize: bool = True
+    tokens: TokenChoice | None = None
+    mean: float = 0.0
+    sigma: float = 1.0
 
     @property
     def is_classifier(self) -> bool:
@@ -177,3 +191,7 @@ class PoolerSpec:
     @property
     def of_each_token(self) -> bool:
         return self.pooling == "all"
+
+    @property
+    def reads_last_token_only(self) -> bool:
+        return self.pooling == "last" and self.tokens is None

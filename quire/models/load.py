@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire.checkpoints import merged_adapter, nomic
 from quire.checkpoints.bitsandbytes import BitsAndBytesCheckpoint
 from quire.checkpoints.formats.at_load import quantizer_of
 from quire.checkpoints.formats.config import check_format, extra_tensors, quantization_kind, quantization_method
@@ -28,7 +29,7 @@ from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
 from quire.models.model import LoadedModel, MediaEncoder
-from quire.models.pooler import Pooler
+from quire.models.pooler import Pooler, make_poolers
 from quire.models.precision import resolve_dtype, target_of
 from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
@@ -73,6 +74,10 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
         return Mxfp4Checkpoint(checkpoint)
     if any(name.endswith(PACKED) for name in checkpoint.names):
         return RwkvCheckpoint(checkpoint)
+    if any(name.endswith(merged_adapter.ORIGINAL) for name in checkpoint.names):
+        return merged_adapter.with_parametrization(checkpoint, config)
+    if any(name.endswith(nomic.ROWS) for name in checkpoint.names):
+        return nomic.with_experts(checkpoint, config)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
@@ -171,16 +176,16 @@ def _load_decoder(wanted: _Wanted) -> LoadedModel:
     elsewhere |= builder.tensors_elsewhere
     if wanted.adapters is not None:
         wanted.adapters.note_elsewhere(elsewhere)
-    pooler = None
+    poolers: Mapping[str, Pooler] = {}
     if description.pooling is not None and model.stage.has_head:
         folder = wanted.weights if isinstance(wanted.weights, Path) else wanted.directory
-        pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
+        poolers = make_poolers(builder, description.pooling.heads, None if checkpoint is None else folder)
     if checkpoint is None:
         load_dummy(builder, wanted.show_progress)
-        return LoadedModel(model, encoder, pooler)
+        return LoadedModel(model, encoder, poolers)
     parts = parts_of(checkpoint, builder)
     weight_cache = _fill(wanted, spec, builder, checkpoint, elsewhere)
-    return LoadedModel(model, encoder, pooler, parts, weight_cache)
+    return LoadedModel(model, encoder, poolers, parts, weight_cache)
 
 
 def ignored_tensors(spec: DecoderSpec, fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,6 +234,8 @@ def _open(wanted: _Wanted) -> _Stored:
     weights = wanted.weights
     files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or wanted.directory)
     checkpoint = presented(files, fields)
+    if "JinaEmbeddingsV5Model" in (fields.get("architectures") or ()):
+        checkpoint = merged_adapter.with_adapter(checkpoint, wanted.directory, fields)
     method_of = checkpoint.linear_method() or quantization_method(fields, checkpoint.has)
     return _Stored(checkpoint, method_of, files.shape_of)
 

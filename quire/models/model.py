@@ -114,12 +114,13 @@ class MediaEncoder:
 class LoadedModel:
     """A rank's part of a model, and what was loaded from the checkpoint beside it.
 
-    encoder: empty for a model without media. pooler: of a pooling model, in the last stage. parts: the rank's parts of
-    the checkpoint's tensors; empty without a checkpoint. weight_cache: stores the packed weights for later starts.
+    encoder: empty for a model without media. poolers: of a pooling model's tasks, in the last stage. parts: the rank's
+    parts of the checkpoint's tensors; empty without a checkpoint. weight_cache: stores the packed weights for later
+    starts.
     """
 
     model: Model
     encoder: MediaEncoder = MediaEncoder()
-    pooler: Pooler | None = None
+    poolers: Mapping[str, Pooler] = field(default_factory=dict)
     parts: Parts = field(default_factory=dict)
     weight_cache: "WeightCache | None" = None

@@ -1,12 +1,12 @@
 """The pooler: turns the final hidden states of whole texts into embeddings or scores."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quire.checkpoints.weights import load_dummy, load_weights, open_checkpoint
+from quire.checkpoints.weights import TorchCheckpoint, load_dummy, load_weights, open_checkpoint
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight, LinearShape
 from quire.layers.mlp import activation
@@ -44,7 +44,7 @@ class Dense:
 
 
 class Pooler:
-    """See PoolerSpec. Its layers are whole on every rank."""
+    """See PoolerSpec. Its layers are whole on every rank. The choice of tokens is the caller's."""
 
     def __init__(self, builder: Builder, spec: PoolerSpec, directory: Path | None) -> None:
         """builder: the model's. Its checkpoint contains the layers without a folder of their own. directory: contains
@@ -65,7 +65,9 @@ class Pooler:
         if directory is None:
             load_dummy(own, show_progress=False)
         else:
-            load_weights(open_checkpoint(directory / spec.folder), own, (), show_progress=False)
+            path = directory / spec.folder
+            checkpoint = TorchCheckpoint(path) if path.suffix == ".pt" else open_checkpoint(path)
+            load_weights(checkpoint, own, (), show_progress=False)
         return dense
 
     def __call__(self, hidden: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
@@ -94,7 +96,8 @@ class Pooler:
             counts = counts * (counts + 1) / 2
         reduce = "max" if pooling == "max" else "sum"
         # unsafe: a check of the lengths would wait for the device.
-        pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0, unsafe=True)
+        initial = 0 if reduce == "max" and self.spec.tokens is not None else None  # of a text without a chosen token
+        pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0, unsafe=True, initial=initial)
         if pooling == "max":
             return pooled
         return pooled / (counts.sqrt() if pooling == "mean_sqrt_len" else counts)
@@ -104,10 +107,20 @@ class Pooler:
         number of an embedding's elements to keep (Matryoshka, arXiv:2205.13147)."""
         spec = self.spec
         if spec.is_classifier:
+            if (spec.mean, spec.sigma) != (0.0, 1.0):
+                pooled = (pooled - spec.mean) / spec.sigma
             if use_activation is False or spec.activation == "identity":
                 return pooled
+            if spec.activation == "relu":
+                return torch.relu(pooled)
             return torch.sigmoid(pooled) if spec.activation == "sigmoid" else torch.softmax(pooled, -1)
         pooled = pooled if dimensions is None else pooled[..., :dimensions]
         if spec.normalize if use_activation is None else use_activation:
             return torch.nn.functional.normalize(pooled, dim=-1)
         return pooled
+
+
+def make_poolers(builder: Builder, specs: Mapping[str, PoolerSpec], directory: Path | None) -> Mapping[str, Pooler]:
+    """Return the pooler of each task. Tasks with equal specs share one. builder, directory: see Pooler."""
+    made = {spec: Pooler(builder, spec, directory) for spec in dict.fromkeys(specs.values())}
+    return {task: made[spec] for task, spec in specs.items()}

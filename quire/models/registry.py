@@ -11,13 +11,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from quire.checkpoints.config_fields import checked, read
-from quire.models.spec import Architecture, DecoderSpec, HfConfig
+from quire.models.spec import Architecture, DecoderSpec, HfConfig, bidirectional
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Functions, or their places in quire.models.architectures: only the module that is used is imported.
 ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
 ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
-_HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|RewardModel))$"
+POOLING: dict[str, Architecture | str] = _TABLES["pooling"]
+_HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|(Process)?RewardModel))$"
 
 
 def _architecture(name: str) -> Architecture | None:
@@ -28,19 +29,20 @@ def _architecture(name: str) -> Architecture | None:
 def _listed(name: str) -> Architecture | str | None:
     """Return the architecture with this name. For a model without a head or with another head, return its base
     architecture."""
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    if name == "HF_ColBERT":
-        return ENCODERS["Bert"]
+    if found := ARCHITECTURES.get(name) or POOLING.get(name):
+        return found
     base = re.sub(_HEADS, "", name)
     if base == name:
         return None
-    return ENCODERS.get(base) or ARCHITECTURES.get(f"{base.removesuffix('Text')}ForCausalLM")
+    decoder = ARCHITECTURES.get(f"{base.removesuffix('Text')}ForCausalLM")
+    return ENCODERS.get(base) or decoder or ARCHITECTURES.get(f"{base}ForConditionalGeneration")
 
 
 def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
     """Return the config's spec. Raises TypeError for numbers that are null in the config."""
     spec = architecture(config)
+    if config.get("is_causal") is False and not spec.is_encoder:
+        spec = bidirectional(spec)
     parts: list[object] = [
         spec,
         *{id(p): p for p in (*spec.mixers, *spec.mlps, *spec.rotary) if p is not None}.values(),

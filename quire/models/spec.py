@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -184,6 +184,20 @@ def decoder_spec(
         "names": {**NAMES["llama"], **names},
     }
     return DecoderSpec(**{**common, **differences})
+
+
+def bidirectional(spec: DecoderSpec) -> DecoderSpec:
+    """Return a decoder as an encoder: tokens also attend to later ones. Raises ValueError if its layers cannot."""
+    if any(window is not None for window in spec.windows):
+        raise ValueError("a decoder with sliding windows cannot be used as an encoder")
+    mixers = []
+    for mixer in spec.mixers:
+        if not isinstance(mixer, AttentionSpec):
+            raise ValueError(f"a decoder with layers of the kind {type(mixer).__name__} cannot be used as an encoder")
+        if mixer != replace(mixer, soft_cap=None, sinks=False, alibi=False, temperature=None, source=None):
+            raise ValueError("a decoder with soft caps, sinks, ALiBi, temperatures or shared keys is no encoder")
+        mixers.append(replace(mixer, is_causal=False))
+    return replace(spec, mixers=tuple(mixers))
 
 
 def rotary_by_window(config: HfConfig, windows: tuple[int | None, ...]) -> tuple[RotarySpec, ...]:

@@ -210,7 +210,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     held: HeldBody = request.state.body
     chat = await _chat(body, server, held)
     server.accept(chat)
-    media = await server.load_media(chat, held)
+    media = await server.load_media(chat.messages, chat.mm_processor_kwargs, held)
     prompt = await server.render(chat.messages, chat, held, media)
     try:
         server.llm.processor.check_length(prompt)

@@ -26,7 +26,7 @@ from quire.server.keep_alive import KeepAlive
 from quire.server.media import ChatMedia, MediaLoader
 from quire.server.messages import Message, has_media, json_of
 from quire.server.middleware import owner_of
-from quire.server.protocol import MAX_SEQUENCES, Body, ChatRequest, Generation, PromptBody, Rendering
+from quire.server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
 from quire.server.rendering import render
 from quire.server.request_log import RequestLog, Summary
 from quire.server.tracing import RequestTrace
@@ -141,12 +141,15 @@ class Server:
         may_bring_template = self.config.trust_request_chat_template or body.trusts_template
         return await render(self.llm.frontend, messages, body, held, media, may_bring_template)
 
-    async def load_media(self, body: ChatRequest, held: HeldBody) -> ChatMedia | None:
-        """Load the media of a conversation. Returns None if it has none. Raises ApiError."""
-        if not has_media(body.messages):
+    async def load_media(
+        self, messages: Sequence[Message], kwargs: dict[str, Any] | None, held: HeldBody
+    ) -> ChatMedia | None:
+        """Load the media of a conversation. kwargs: of the preprocessing. Returns None if it has none. Raises
+        ApiError."""
+        if not has_media(messages):
             return None
         held.pause()  # media come from the body or from elsewhere; decoding may take long
-        return await held.unless_left(self.media.load(json_of(body.messages), body.mm_processor_kwargs))
+        return await held.unless_left(self.media.load(json_of(messages), kwargs))
 
 
 class PromptCall:

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field
 from starlette.responses import Response
 
-from quire.engine.pooling import Pair, array, pairs_of, similarity
+from quire.engine.pooling import Pair, array
 from quire.engine.processor import ProcessedRequest, PromptFields
+from quire.engine.scoring import scoring
 from quire.messages.errors import error_text
 from quire.messages.outputs import RequestOutput
 from quire.messages.pooling_params import PoolingParams, PoolingTask
@@ -26,7 +27,7 @@ from quire.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=StrictRoute)
 _REFUSED: dict[str, str] = TABLES["pooling"]["refused"]
-Prompt = str | list[int] | Pair
+Prompt = str | list[int] | PromptFields | Pair
 
 
 class PoolingBody(PromptBody):
@@ -61,6 +62,7 @@ class InputBody(PoolingBody, Rendering):
     input: Prompts | None = None
     messages: Messages | None = Field(None, description="A chat, rendered with the chat template, instead of input.")
     prompt_name: str | None = Field(None, description="A prompt of the model's to put before each text.")
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
 
 class EmbeddingRequest(InputBody):
@@ -96,13 +98,20 @@ class ScoringBody(PoolingBody):
     max_tokens_per_query: Count | None = Field(None, description="Shorten the first text to so many tokens; 0: do not.")
     max_tokens_per_doc: Count | None = Field(None, description="Shorten the second text to so many tokens; 0: do not.")
 
+    instruction: str | None = Field(None, description="Short for chat_template_kwargs: {instruction: ...}.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the template that renders both texts."
+    )
+
     def unsupported(self) -> tuple[str, str] | None:
-        given = self.model_extra or {}
-        named = next(
-            (name for name in ("instruction", "chat_template", "chat_template_kwargs") if given.get(name)), None
-        )
-        why = "is not supported: scores have no template; put it into the query as the model was trained to read it"
-        return super().unsupported() if named is None else (named, why)
+        if (self.model_extra or {}).get("chat_template"):
+            return "chat_template", "is not supported here: the server's option chat_template gives scores a template"
+        return super().unsupported()
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        own = {} if self.instruction is None else {"instruction": self.instruction}
+        return own | (self.chat_template_kwargs or {})
 
 
 class ScoreRequest(ScoringBody):
@@ -193,8 +202,8 @@ class PoolingCall(PromptCall):
         for index in range(start, min(start + SLICE, len(prompts))):
             prompt = prompts[index]
             if not isinstance(prompt, Pair):
-                fields: PromptFields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-                prompt = fields | ({} if body.cache_salt is None else {"cache_salt": body.cache_salt})  # type: ignore
+                fields = _fields_of(prompt)
+                prompt = fields | ({} if body.cache_salt is None else {"cache_salt": body.cache_salt})
             options = {"truncation_side": body.truncation_side, **options}
             made.append(
                 self.pooling.process(
@@ -212,15 +221,15 @@ class PoolingCall(PromptCall):
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, "one of input and messages is needed", param="input")
         options: dict[str, Any] = {"prompt_name": body.prompt_name}
-        prompts = body.input
-        field = "input"
+        params = self.params_of(body, **fields)
         if body.messages is not None:
-            prompts = await self.server.render(body.messages, body, self._held)
-            field = "messages"
+            media = await self.server.load_media(body.messages, body.mm_processor_kwargs, self._held)
+            text = await self.server.render(body.messages, body, self._held, media)
             options["add_special_tokens"] = bool(body.add_special_tokens)
-        elif isinstance(prompts, list) and not isinstance(prompts[0], int):
-            return await self.pool(prompts, field, self.params_of(body, **fields), **options)
-        return await self.pool([prompts], field, self.params_of(body, **fields), **options)  # type: ignore[list-item]
+            return await self.pool([text if media is None else media.prompt(text)], "messages", params, **options)
+        given: Any = body.input
+        several = isinstance(given, list) and not isinstance(given[0], int)
+        return await self.pool(given if several else [given], "input", params, **options)
 
     def params_of(self, body: PoolingBody, **fields: Any) -> PoolingParams:
         try:
@@ -237,18 +246,20 @@ class PoolingCall(PromptCall):
             for texts, most in ((firsts, body.max_tokens_per_query), (seconds, body.max_tokens_per_doc)):
                 if most:
                     texts[:] = await self._held.run(_shortened, tokenizer, texts, most)
-            ones, others = pairs_of(firsts, seconds)
         except ValueError as error:
             raise ApiError(400, error_text(error), param=field) from error
-        params = self.params_of(body)
-        if self.pooling.description.scores_pairs:
-            values = await self.pool([Pair(a, b) for a, b in zip(ones, others, strict=True)], field, params)
-            return [float(value.reshape(-1)[0]) for value in values]
-        if self.pooling.description.pooler.is_classifier:
+        description = self.pooling.description
+        if body.variables and self.pooling.render_pair is None and not description.is_listwise:
+            given = "chat_template_kwargs" if body.chat_template_kwargs else "instruction"
+            why = f"{given} is not supported by this model, whose scores have no template; put it into the query"
+            raise ApiError(400, why, param=given)
+        if description.pooler.is_classifier and not description.scores_pairs:
             raise ApiError(400, "this model's scores are not about pairs of texts", param="model")
-        texts = list(dict.fromkeys([*ones, *others]))
-        vectors = dict(zip(texts, await self.pool(texts, field, params), strict=True))
-        return [similarity(vectors[a], vectors[b]) for a, b in zip(ones, others, strict=True)]
+        try:
+            plan = scoring(self.pooling, firsts, seconds, body.variables)
+        except ValueError as error:
+            raise ApiError(400, error_text(error), param=field) from error
+        return plan.scores(await self.pool(plan.prompts, field, self.params_of(body)))
 
     @property
     def longest(self) -> int:
@@ -277,6 +288,12 @@ class PoolingCall(PromptCall):
     def listed(self, data: list[dict[str, Any]]) -> Response:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         return json_response({**head, "data": data, "usage": {**self.usage, "completion_tokens": 0}})
+
+
+def _fields_of(prompt: str | list[int] | PromptFields) -> PromptFields:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
 
 
 def _shortened(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> list[str]:

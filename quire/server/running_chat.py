@@ -181,7 +181,7 @@ class RunningChat:
         of_thinking = REASONING[reasoning] if reasoning else None
         if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
             changes["skip_special_tokens"] = False
-        media = await server.load_media(body, request.state.body)
+        media = await server.load_media(body.messages, body.mm_processor_kwargs, request.state.body)
         prompt = await server.render(body.messages, body, request.state.body, media)
         is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
         template_arguments = server.llm.config.model.default_chat_template_kwargs | (body.chat_template_kwargs or {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,8 @@ from torch import Tensor
 
 from quire import LLM, PoolingParams
 from quire.config.engine import ConfigError
-from support.checkpoints import byte_level_tokenizer
+from support.pooling_families import DECODER, LOCAL, SIZES, prompts, saved, states_of
 
-VOCAB = 320
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 200,
-    "pad_token_id": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-LOCAL = {"local_attention": 20, "global_attn_every_n_layers": 3}
-DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {**SIZES, "type_vocab_size": 2}),
     "roberta": ("Roberta", {**SIZES, "type_vocab_size": 1}),
@@ -59,27 +44,6 @@ EMBEDDERS: dict[str, tuple[str, dict[str, Any]]] = {  # decoders without a head
 }
 
 
-def saved(folder: Path, family: str, config: dict[str, Any], head: str = "Model", **settings: Any) -> Any:
-    """A random model of transformers, saved with a tokenizer."""
-    import transformers
-
-    torch.manual_seed(0)
-    settings = getattr(transformers, f"{family}Config")(**config, **settings)
-    settings._attn_implementation = "eager"
-    model = getattr(transformers, family + head)(settings).float().eval()
-    for name, parameter in model.named_parameters():
-        scale = 1.0 if parameter.dim() == 1 and "weight" in name else 0.3
-        parameter.data = torch.randn(parameter.shape) * (scale if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder)
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    return model
-
-
-def prompts() -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(4, VOCAB) for _ in range(n)] for n in (1, 2, 15, 16, 17, 40, 64, 130, 3, 198)]
-
-
 def pooled(folder: Path, texts: list[list[int]], task: str | None = None, **options: Any) -> list[Tensor]:
     """Each text's tensor, without normalization or activation."""
     llm = LLM(str(folder), dtype="float32", **options)
@@ -95,9 +59,8 @@ def check(got: list[Tensor], wanted: list[Tensor], bound: float = 2e-5) -> None:
         assert (ours - theirs).abs().max() <= bound * max(1.0, float(theirs.std(correction=0)))
 
 
-@torch.no_grad()
 def hidden_states(model: Any, texts: list[list[int]]) -> list[Tensor]:
-    return [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    return [states_of(model)(text) for text in texts]
 
 
 @pytest.mark.sampled(4)

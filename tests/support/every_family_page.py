@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.registry import ARCHITECTURES
+from support.pooling_families import FAMILIES, WITH_PICTURES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("models.md", "multimodal.md", "speech.md")  # whose text names what other tests compare
 BEGIN, END = "<!-- written by tests/models/test_every_family.py --write -->\n", "<!-- end of all -->\n"
+POOLING_KINDS = {  # vLLM's tables of models that embed or score, with the words for them
+    "embedding": "for embeddings",
+    "late interaction": "for late interaction",
+    "reward": "for rewards",
+    "token classification": "for token classification",
+    "sequence classification": "for sequence classification",
+}
 VLLM_COLUMN = {
     "text": "yes",
     "multimodal": "yes",
+    **dict.fromkeys(POOLING_KINDS, "yes"),
     "through transformers": "through transformers' code",
     "plugin": "as a plugin",
     "removed": "removed",
@@ -40,7 +49,8 @@ def section(rows: Iterable[dict[str, Any]]) -> str:
     best: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: ("native", "transformers", "no", "unknown").index(row["runs"])):
         best.setdefault(row["family"].partition(":")[0], row)
-    names = {*best, *ARCHITECTURES, *vllm()["text"], *vllm()["multimodal"]}
+    kinds = ("text", "multimodal", *POOLING_KINDS)
+    names = {*best, *ARCHITECTURES, *FAMILIES, *(name for kind in kinds for name in vllm()[kind])}
     runs = {name: how(name, best.get(name)) for name in names}
     lines = [*counts(runs), "", "| architecture | runs | compared with | vLLM |", "|---|---|---|---|"]
     for name in sorted(names, key=lambda name: (name.lower(), name)):
@@ -50,19 +60,25 @@ def section(rows: Iterable[dict[str, Any]]) -> str:
 
 def counts(runs: dict[str, str]) -> list[str]:
     made = []
-    for kind, words in (("text", "text"), ("multimodal", "images or audio")):
+    for kind, words in (("text", "for text"), ("multimodal", "for images or audio"), *POOLING_KINDS.items()):
         names = vllm()[kind]
-        native = sum(runs[name] == "native" for name in names)
-        other = sum(runs[name] == "transformers' code" for name in names)
+        proven = [name for name in names if kind not in POOLING_KINDS or pools(name)]
+        native = sum(runs[name] == "native" for name in proven)
+        other = sum(runs[name] == "transformers' code" for name in proven)
         made.append(
-            f"Of the {len(names)} architectures for {words} in the registry of vLLM {vllm()['version']}, Quire runs "
+            f"Of the {len(names)} architectures {words} in the registry of vLLM {vllm()['version']}, Quire runs "
             f"{native + other}: {native} natively, {other} through transformers' code."
         )
     return made
 
 
+def pools(name: str) -> bool:
+    """Whether a test compares the vectors or scores of an architecture, or it generates, so that any embeds."""
+    return name in FAMILIES or name in WITH_PICTURES or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
+
+
 def how(name: str, row: dict[str, Any] | None) -> str:
-    if name in ARCHITECTURES:
+    if name in ARCHITECTURES or name in FAMILIES:
         return "native"
     if row is None:
         return "not yet"
@@ -85,6 +101,10 @@ def compared(name: str, row: dict[str, Any] | None) -> str:
         page = next((page for page in PAGES if f"`{name}`" in _written_by_hand(page)), None)
         if page is not None:
             parts.append("[see above](#architectures)" if page == "models.md" else f"[see {page}]({page})")
+    if name in FAMILIES:
+        parts.append(f"{FAMILIES[name].compared}, on [vectors or scores](embeddings.md)")
+    if name in WITH_PICTURES:
+        parts.append("transformers, on [vectors](embeddings.md) of pictures and texts")
     return "; ".join(parts)
 
 

@@ -18,7 +18,7 @@ from quire.cli.main import build_parser
 from quire.config.engine import ConfigError, EngineConfig, ServerConfig
 from quire.config.speculative import METHODS, SpeculativeOptions
 from quire.engine.lockstep import STEPS_TO_AGREE
-from quire.engine.pooling import similarity
+from quire.engine.scoring import similarity
 from quire.executor import ray_executor
 from quire.kv.manager import KVCacheManager
 from quire.layers.step_inputs import StepSize

@@ -1,11 +1,13 @@
-"""Encoders: BERT, RoBERTa (also XLM-R), ModernBERT, NomicBERT and GTE. Each token attends to all tokens of the text."""
+"""Encoders: BERT, RoBERTa (also XLM-R and Jina's), ModernBERT, NomicBERT and GTE. Each token attends to all tokens of
+the text."""
 
 from dataclasses import replace
 
 from quire.layers.rotary_spec import RotarySpec, rotary_spec
-from quire.layers.specs import MLPSpec, NormSpec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
 
+_ROTARY = ("rotary", "rope")
 # Heads, which poolers read when needed, and a buffer.
 _IGNORED = (r"^(\w+\.)?pooler\.", r"^(cls|lm_head|classifier|score|head|decoder)\b", r"embeddings\.position_ids$")
 
@@ -32,10 +34,36 @@ def bert(config: HfConfig) -> DecoderSpec:
 
 def roberta(config: HfConfig) -> DecoderSpec:
     """BERT whose first positions are reserved for padding."""
+    if config.get("position_embedding_type") in _ROTARY or "use_flash_attn" in config:
+        return jina_roberta(config)
     spec = bert(config)
     offset = config.get("pad_token_id", 1) + 1
     names = _renamed(spec.names, "bert.", "roberta.")
     return replace(spec, names=names, position_offset=offset, max_positions=spec.max_positions - offset)
+
+
+def jina_roberta(config: HfConfig) -> DecoderSpec:
+    """Jina's RoBERTa: other names, q, k and v in one tensor, and in most models rotary positions (arXiv:2409.10173)."""
+    is_rotary = config.get("position_embedding_type", "rotary") in _ROTARY
+    offset = None if is_rotary else config.get("pad_token_id", 1) + 1
+    spec = decoder_spec(
+        config,
+        attention={"qkv_bias": True, "output_bias": True, "qkv_layout": "concatenated", "is_causal": False},
+        names=NAMES["bert"] | NAMES["jina_roberta"],
+        rotary="default" if is_rotary else None,
+        mlp=MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False, bias=True),
+        norm=NormSpec("layer", config.get("layer_norm_eps", 1e-5), bias=True),
+        residual="post_norm",
+        position_offset=offset,
+        token_types=config.get("type_vocab_size", 1),
+        tie_embeddings=False,
+        ignored=_IGNORED,
+    )
+    return spec if offset is None else replace(spec, max_positions=spec.max_positions - offset)
+
+
+def colbert(config: HfConfig) -> DecoderSpec:
+    return (roberta if config.get("model_type") == "xlm-roberta" else bert)(config)
 
 
 def _renamed(names: Names, prefix: str, other: str) -> Names:
@@ -74,7 +102,7 @@ def modernbert(config: HfConfig) -> DecoderSpec:
 
 
 def nomic_bert(config: HfConfig) -> DecoderSpec:
-    """BERT with rotary positions, gated activations and no biases."""
+    """BERT with rotary positions; in the first version gated activations and no biases, in the second one experts."""
     sizes = {
         "hidden_size": "n_embd",
         "num_attention_heads": "n_head",
@@ -83,10 +111,9 @@ def nomic_bert(config: HfConfig) -> DecoderSpec:
         "max_position_embeddings": "n_positions",
     }
     config = {**{name: config[old] for name, old in sizes.items() if old in config}, **config}
-    if config.get("prenorm") or config.get("num_experts") or config.get("rotary_emb_fraction", 1) != 1:
+    if config.get("prenorm") or config.get("rotary_emb_fraction", 1) != 1:
         raise ValueError(
-            "a NomicBERT with norms before its branches, with experts, or without rotation of whole heads "
-            "is not supported"
+            "a NomicBERT with norms before its branches, or without rotation of whole heads is not supported"
         )
     # Positions beyond max_trained_positions would need a base that depends on the length of each text.
     trained = config.get("max_trained_positions") or config["max_position_embeddings"]
@@ -96,17 +123,35 @@ def nomic_bert(config: HfConfig) -> DecoderSpec:
         "max_position_embeddings": min(trained, config["max_position_embeddings"]),
     }
     epsilon = config.get("layer_norm_eps") or config.get("layer_norm_epsilon", 1e-12)
+    bias = bool(config.get("qkv_proj_bias", False))
+    is_gated = config.get("activation_function", "swiglu") == "swiglu"
+    own = NAMES["nomic_bert"] if is_gated else NAMES["nomic_bert"] | NAMES["nomic_moe"]
     return decoder_spec(
         config,
-        attention={"qkv_layout": "concatenated", "is_causal": False},
-        names=NAMES["bert"] | NAMES["nomic_bert"],
-        mlp=MLPSpec(config["intermediate_size"], "silu"),
+        attention={"qkv_layout": "concatenated", "is_causal": False, "qkv_bias": bias, "output_bias": bias},
+        names=NAMES["bert"] | own,
+        mlp=_nomic_mlps(config, is_gated),
         norm=NormSpec("layer", epsilon, bias=True),
         residual="post_norm",
         token_types=config.get("type_vocab_size", 2),
         tie_embeddings=False,
         ignored=_IGNORED,
     )
+
+
+def _nomic_mlps(config: HfConfig, is_gated: bool) -> tuple[MLPSpec | MoESpec, ...]:
+    """Every second layer of the second version has experts."""
+    size = int(config["intermediate_size"])
+    layers = int(config["num_hidden_layers"])
+    if is_gated:
+        return (MLPSpec(size, "silu"),) * layers
+    activation = config["activation_function"]
+    dense = MLPSpec(size, activation, gated=False, bias=bool(config.get("mlp_fc1_bias", True)))
+    every = config.get("moe_every_n_layers") or 0
+    if not every:
+        return (dense,) * layers
+    experts = MoESpec(config["num_experts"], config.get("moe_top_k", 2), size, activation, normalize=False, gated=False)
+    return tuple(experts if i % every == 1 else dense for i in range(layers))
 
 
 def gte(config: HfConfig) -> DecoderSpec:

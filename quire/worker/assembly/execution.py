@@ -77,8 +77,7 @@ def make_runner(
     if plan.runner is RunnerKind.STAGE:
         return StageRunner(parts, None if sampler is None else sampler.processors)
     if plan.runner is RunnerKind.POOL:
-        assert loaded.target.pooler is not None
-        return PoolingRunner(parts, loaded.target.pooler)
+        return PoolingRunner(parts, loaded.target.poolers)
     assert sampler is not None
     return ModelRunner(parts, sampler, drafter, plan.drafts_stay)
 
