@@ -54,6 +54,10 @@ _GROUPS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_integer(value, 0) or _is_list(value, lambda item: _is_integer(item, 0)),
         "an integer of at least 0 or a list of these",
     ),
+    "numbers_or_lists": (
+        lambda value: _is_number(value) or _is_list(value, _is_number),
+        "a finite number or a list of these",
+    ),
     "objects": (lambda value: isinstance(value, Mapping), "an object"),
 }
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -285,7 +285,8 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
     groups would waste memory: each block of the ten would take the memory of 52. So the 52 are split into six groups.
     The group size is the largest one that wastes at most 5 % of the memory of a request of max_model_len. Larger groups
     are better, since each group costs the scheduler and every step a little time. Layers of a kind are assigned to its
-    groups in turn, so that each pipeline stage has its share of every group.
+    groups in turn, so that each pipeline stage has its share of every group. Layers with indexers stay in one group, as
+    some attend to the tokens that others have selected.
     """
     kinds: dict[tuple[Spec, Hashable], list[CacheEntry]] = {}
     for spec, shape in zip(kept, shapes or [None] * len(kept), strict=True):
@@ -298,7 +299,10 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
         )
 
     least = memory(1)
-    size = max(size for size in range(1, max(map(len, kinds.values())) + 1) if memory(size) <= 1.05 * least)
+    selecting = [entries for entries in kinds.values() if any(entry.role == "indexer" for entry in entries)]
+    whole = max(map(len, selecting), default=1)
+    sizes = range(whole, max(map(len, kinds.values())) + 1)
+    size = max((size for size in sizes if memory(size) <= 1.05 * least), default=whole)
     groups: list[Spec] = []
     for (kind, _), entries in sorted(kinds.items(), key=lambda item: -item[0][0].tokens_kept(max_model_len)):
         count = -(-len(entries) // size)

@@ -56,21 +56,22 @@ class AttentionSpec:
 
     qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
     are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"), or are in four blocks of
-    queries, values, keys ("codegen"). qk_norm: the norm of queries and keys. qk_norm_over: the norm is taken over each
-    head with one weight for all heads ("head"), over each head with a separate weight ("heads"), or over all heads as
-    one vector ("all"). norm_after_rotary: rotation comes before that norm. qkv_clip: elements of queries, keys and
-    values are clamped to at most this magnitude, after the norm (OLMo). temperature: a factor of queries by position.
-    sinks: each head has a learned logit in the softmax. alibi: see AlibiSlopes. alibi_unscaled: the factor of the
-    scores does not apply to these biases (BLOOM, but not Falcon). transposed: the checkpoint stores [in, out].
-    input_size: width of the vectors from which q, k and v are computed, None for hidden_size. output_gate: each head's
-    result is multiplied by the sigmoid of a gate, which follows its query in "q" (Qwen3-Next), or is in the tensor
-    "attention_gate" ("separate", AFMoE; or "by_head", one number for each head, LFM3). is_causal: False for encoders,
-    whose tokens also see later tokens and are not cached. key_bias: False if keys lack the bias of queries and values
-    (Whisper). sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet). buckets:
-    the buckets of distances for which each head has a learned bias on its scores (T5). value_norm: the norm of each
-    value (Gemma 4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached
-    keys and values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is
-    less than head_dim; only for separate tensors. value_scale: the factor of values (MiMo-V2).
+    queries, values, keys ("codegen"), or follow the separate gates of results ("gate_first", HRM). qk_norm: the norm
+    of queries and keys. qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over
+    each head with a separate weight ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation
+    comes before that norm. qkv_clip: elements of queries, keys and values are clamped to at most this magnitude, after
+    the norm (OLMo). temperature: a factor of queries by position. sinks: each head has a learned logit in the softmax.
+    alibi: see AlibiSlopes. alibi_unscaled: the factor of the scores does not apply to these biases (BLOOM, but not
+    Falcon). transposed: the checkpoint stores [in, out]. input_size: width of the vectors from which q, k and v are
+    computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate, which
+    follows its query in "q" (Qwen3-Next), or is in the tensor "attention_gate" ("separate", AFMoE; or "by_head", one
+    number for each head, LFM3). is_causal: False for encoders, whose tokens also see later tokens and are not cached.
+    key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads' results as
+    one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head has a
+    learned bias on its scores (T5). value_norm: the norm of each value (Gemma 4). values_are_keys: values are the keys
+    before their norm and rotation. source: the layer whose cached keys and values this layer reads; it has none of its
+    own (Gemma 3n and 4). value_dim: the size of values if it is less than head_dim; only for separate tensors.
+    value_scale: the factor of values (MiMo-V2).
     """
 
     hidden_size: int
@@ -79,7 +80,7 @@ class AttentionSpec:
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
-    qkv_layout: Literal["separate", "concatenated", "by_kv_head", "codegen"] = "separate"
+    qkv_layout: Literal["separate", "concatenated", "by_kv_head", "codegen", "gate_first"] = "separate"
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     norm_after_rotary: bool = False
@@ -169,6 +170,10 @@ class HeadShare:
         v_name = "k" if spec.values_are_keys else "v"
         if spec.source is not None:
             return [part("q", heads, q.start, len(q))]
+        if spec.qkv_layout == "gate_first":
+            keys = 2 * heads + k.start
+            gated = ((heads + q.start, q), (q.start, q), (keys, k), (keys + kv_heads, k))
+            return [part("qkv", 2 * (heads + kv_heads), start, len(r)) for start, r in gated]
         if spec.output_gate == "separate":
             wide = (("q", heads, q), ("attention_gate", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
             return [part(key, total, r.start, len(r)) for key, total, r in wide]
@@ -195,12 +200,16 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """The indexer of sparse attention (see layers/indexer.py). top_k: the number of tokens that a query attends to."""
+    """The indexer of sparse attention (see layers/indexer.py). top_k: the number of tokens that a query attends to.
+    rotates_last: the last elements of queries and keys are rotated, not the first (Hunyuan 4). eps: of the norm of
+    keys."""
 
     num_heads: int
     head_dim: int
     top_k: int
     interleaved_rotary: bool = False
+    rotates_last: bool = False
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,8 @@ class LatentAttentionSpec:
     q_rank: None if queries are not compressed. nope_dim, rope_dim: elements of a query without and with rotation.
     indexer: the indexer of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no
     indexer, and attends to the tokens that the previous layer selected (GLM-5, arXiv:2603.12201). temperature: a factor
-    of queries by position (Mistral 4).
+    of queries by position (Mistral 4). sinks, output_gate: see AttentionSpec; the gate is in "attention_gate" (Hunyuan
+    4). q_norm: the norm of compressed queries, if it is not `norm`. rope_norm: the norm of rotated keys (dots3).
     """
 
     hidden_size: int
@@ -227,6 +237,10 @@ class LatentAttentionSpec:
     indexer: IndexerSpec | None = None
     shares_selection: bool = False
     temperature: Temperature | None = None
+    sinks: bool = False
+    output_gate: bool | Literal["by_head"] = False
+    q_norm: NormSpec | None = None
+    rope_norm: NormSpec | None = None
 
     def heads(self, group: "Communicator") -> tuple[range, bool]:
         """This rank's heads, and whether they are a copy (see HeadShare)."""

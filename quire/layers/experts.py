@@ -158,46 +158,104 @@ def fused_experts(
     local: the experts of this rank. inner: this rank's share [start, stop) of their inner elements. scales: [experts],
     by which the weights of `down` are multiplied once they are loaded.
     """
-    count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
+    start, stop = inner
     share = stop - start
-    everything = slice(None)
-    method = builder.method_of(names["experts_gate_up"].removesuffix(".weight"))
+    method = builder.method_of(names.get("experts_gate_up", names["experts_down"]).removesuffix(".weight"))
     if method is not DenseWeight:
         return _packed_experts(builder, method, spec, hidden, names, local, inner)
     gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
     down = GroupedExperts(builder, len(local), hidden, share, spec.bias)
-    for here, picked in _runs(local):
-        for which in (0, 1):
-            outputs = slice(which * share, (which + 1) * share)
-            half = slice(which * size + start, which * size + stop)
-            target = gate_up.weight[here, outputs]
-            shape = (count, hidden, 2 * size)
-            if spec.layout == "stacked":
-                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half, is_raw=True)
-                continue
-            columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
-            columns_of_half = (picked, everything, columns)
-            builder.part(names["experts_gate_up"], target, shape, *columns_of_half, transposed=True, is_raw=True)
-            if gate_up.bias is not None:
-                name = f"{names['experts_gate_up']}_bias"
-                builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
-        if spec.layout == "stacked":
-            shape = (count, hidden, size)
-            inputs = slice(start, stop)
-            builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs, is_raw=True)
-            continue
-        shape = (count, size, hidden)
-        pick = (picked, slice(start, stop))
-        builder.part(names["experts_down"], down.weight[here], shape, *pick, transposed=True, is_raw=True)
-        if down.bias is not None:
-            builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
+    weights = (gate_up.weight, down.weight)
+    if spec.layout == "rows":
+        _experts_in_rows(builder, spec, names, local, start, weights)
+    elif spec.layout == "stacked":
+        _stacked_experts(builder, spec, names, local, start, weights)
+    else:
+        _transposed_experts(builder, spec, names, local, inner, (gate_up, down))
     projections = [
-        _dense_experts(builder, names["experts_gate_up"], gate_up),
+        _dense_experts(builder, names.get("experts_gate_up", names["experts_down"]), gate_up),
         _dense_experts(builder, names["experts_down"], down, None if scales is None else (scales, list(local))),
     ]
     if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias
         builder.when_loaded(projections[1].drop_bias)
     return projections[0], projections[1]
+
+
+def _transposed_experts(
+    builder: Builder,
+    spec: MoESpec,
+    names: dict[str, str],
+    local: Sequence[int],
+    inner: tuple[int, int],
+    projections: tuple[GroupedExperts, GroupedExperts],
+) -> None:
+    """Fill gate_up and down from tensors [experts, in, out], with their biases."""
+    gate_up, down = projections
+    count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
+    share = stop - start
+    hidden = down.out_features
+    for here, picked in _runs(local):
+        for which in (0, 1):
+            outputs = slice(which * share, (which + 1) * share)
+            columns = slice(2 * start + which, 2 * stop, 2)
+            if spec.layout == "fused_halves":
+                columns = slice(which * size + start, which * size + stop)
+            name = names["experts_gate_up"]
+            pick = (picked, slice(None), columns)
+            target = gate_up.weight[here, outputs]
+            builder.part(name, target, (count, hidden, 2 * size), *pick, transposed=True, is_raw=True)
+            if gate_up.bias is not None:
+                builder.part(f"{name}_bias", gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
+        shape = (count, size, hidden)
+        rows = slice(start, stop)
+        builder.part(names["experts_down"], down.weight[here], shape, picked, rows, transposed=True, is_raw=True)
+        if down.bias is not None:
+            builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
+
+
+def _stacked_experts(
+    builder: Builder,
+    spec: MoESpec,
+    names: dict[str, str],
+    local: Sequence[int],
+    start: int,
+    weights: tuple[Tensor, Tensor],
+) -> None:
+    """Fill weights, gate_up and down, from tensors [experts, out, in]. start: the first of this rank's inner
+    elements."""
+    gate_up, down = weights
+    count, size = spec.num_experts, spec.intermediate_size
+    hidden, share = down.shape[1:]
+    for here, picked in _runs(local):
+        for which, key in enumerate(("experts_gate", "experts_up")):
+            name, rows, first = names.get("experts_gate_up"), 2 * size, which * size + start
+            if name is None:  # two tensors
+                name, rows, first = names[key], size, start
+            target = gate_up[here, which * share : (which + 1) * share]
+            builder.part(name, target, (count, rows, hidden), picked, slice(first, first + share), is_raw=True)
+        pick = (picked, slice(None), slice(start, start + share))
+        builder.part(names["experts_down"], down[here], (count, hidden, size), *pick, is_raw=True)
+
+
+def _experts_in_rows(
+    builder: Builder,
+    spec: MoESpec,
+    names: dict[str, str],
+    local: Sequence[int],
+    start: int,
+    weights: tuple[Tensor, Tensor],
+) -> None:
+    """Fill weights, gate_up and down, from tensors [experts * size, hidden], in which `down` is transposed. start: the
+    first of this rank's inner elements."""
+    gate_up, down = weights
+    hidden, share = down.shape[1:]
+    shape = (spec.num_experts * spec.intermediate_size, hidden)
+    for here, expert in enumerate(local):
+        first = expert * spec.intermediate_size + start
+        rows = slice(first, first + share)
+        builder.part(names["experts_gate"], gate_up[here, :share], shape, rows, is_raw=True)
+        builder.part(names["experts_up"], gate_up[here, share:], shape, rows, is_raw=True)
+        builder.part(names["experts_down"], down[here], shape, rows, transposed=True, is_raw=True)
 
 
 def _packed_experts(
@@ -210,7 +268,7 @@ def _packed_experts(
     inner: tuple[int, int],
 ) -> tuple[Experts, Experts]:
     """Like `fused_experts`, for quantized tensors [experts, out, in]."""
-    if not hasattr(method, "experts") or spec.layout == "stacked":
+    if not hasattr(method, "experts") or spec.layout in ("stacked", "rows"):
         raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     halves = [slice(2 * start + which, 2 * stop, 2) for which in (0, 1)]

@@ -28,11 +28,12 @@ class Indexer:
     def __init__(self, builder: Builder, spec: IndexerSpec, names: dict[str, str], hidden: int, q_rank: int) -> None:
         self.spec = spec
         self.rotary_embedding = builder.kernels.rotary_embedding
+        self.join = builder.kernels.join
         heads = spec.num_heads
         dim = spec.head_dim
         self.q = ReplicatedLinear(builder, names["index_q"], q_rank, heads * dim)
         self.k = ReplicatedLinear(builder, names["index_k"], hidden, dim)
-        self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", 1e-6, bias=True))
+        self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", spec.eps, bias=True))
         self.weights = ReplicatedLinear(builder, names["index_weights"], hidden, heads)
 
     def bind(self, backend: SelectingAttention, cache: Tensor) -> None:
@@ -51,5 +52,9 @@ class Indexer:
         """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: the compressed queries
         of the attention, [tokens, q_rank]; slots: the slots of the tokens' adapters."""
         q = self.q(compressed, slots).view(len(x), self.spec.num_heads, self.spec.head_dim)
-        q, k = self.rotary_embedding(q, self.k_norm(self.k(x, slots))[:, None], *rotary, self.spec.interleaved_rotary)
+        k = self.k_norm(self.k(x, slots))[:, None]
+        if self.spec.rotates_last:  # put them first: the order of elements does not change the products
+            rest = self.spec.head_dim - 2 * rotary[0].shape[-1]
+            q, k = (self.join(part[..., rest:], part[..., :rest]) for part in (q, k))
+        q, k = self.rotary_embedding(q, k, *rotary, self.spec.interleaved_rotary)
         backend.select_from(self.cache, q, self.weights(x, slots), k, plan)

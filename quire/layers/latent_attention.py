@@ -29,7 +29,7 @@ from quire.layers.specs import OutputPart
 
 class LatentAttention(CachedAttention):
     """The attention of one layer. names: the names of q, or of q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o;
-    and those of the indexer."""
+    of attention_gate and sinks; and those of the indexer."""
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec = spec
@@ -52,7 +52,7 @@ class LatentAttention(CachedAttention):
             self.q = ColumnParallelLinear(builder, hidden, parts("q", query_dim))
         else:
             self.q_a = ReplicatedLinear(builder, names["q_a"], hidden, spec.q_rank, spec.bias)
-            self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.norm)
+            self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.q_norm or spec.norm)
             self.q = ColumnParallelLinear(builder, spec.q_rank, parts("q_b", query_dim))
         self.indexer: Indexer | None = None
         if spec.indexer is not None and spec.selects:
@@ -60,12 +60,24 @@ class LatentAttention(CachedAttention):
             self.indexer = Indexer(builder, spec.indexer, names, hidden, spec.q_rank)
         self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
         self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
+        self.rope_norm = None
+        if spec.rope_norm is not None:
+            self.rope_norm = make_norm(builder, names["k_rope_norm"], spec.rope_dim, spec.rope_norm)
         shape = LinearShape(tuple(parts("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
         self.kv_b = make_weight(builder, shape)
         builder.when_loaded(self._absorb)
         self.adapters: list[LowRank] = []  # for to_latent and for from_latent
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
+        self.gate = None
+        if spec.output_gate:
+            width = 1 if spec.output_gate == "by_head" else spec.value_dim
+            self.gate = ColumnParallelLinear(builder, hidden, parts("attention_gate", width))
+        self.kernels = kernels
+        self.sinks = None
+        if spec.sinks:
+            self.sinks = builder.parameter(len(heads), dtype=torch.float32)
+            builder.part(names["sinks"], self.sinks, (total,), slice(heads.start, heads.stop))
         inner = (heads.start * spec.value_dim, heads.stop * spec.value_dim)
         self.out = RowParallelLinear(
             builder, names["o"], total * spec.value_dim, inner, hidden, spec.bias, is_copy=is_copy
@@ -99,6 +111,8 @@ class LatentAttention(CachedAttention):
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
         q_rope = q[..., spec.nope_dim :]
         k_rope = compressed[:, None, spec.kv_rank :]
+        if self.rope_norm is not None:
+            k_rope = self.rope_norm(k_rope)
         if self.place.rotary is not None:
             tables = state.rotary[self.place.rotary]
             q_rope, k_rope = self.rotary_embedding(q_rope, k_rope, *tables, spec.interleaved_rotary)
@@ -109,12 +123,25 @@ class LatentAttention(CachedAttention):
         if (rise := spec.temperature) is not None:
             q = self.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, _ = self.backend.attend(
-            q, self.cache, plan, scale=spec.scale, window=self.place.window
+            q, self.cache, plan, scale=spec.scale, window=self.place.window, sinks=self.sinks
         )  # [tokens, heads, kv_rank]
         out = pick(out, wanted)
         values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
         values = self._adapted(1, out, values, wanted_slots)
-        return self.out(values.reshape(len(out), self.num_heads * spec.value_dim), wanted_slots)
+        values = values.reshape(len(out), self.num_heads * spec.value_dim)
+        if self.gate is not None:
+            values = self._gated(values, self.gate(pick(x, wanted), wanted_slots))
+        return self.out(values, wanted_slots)
+
+    def _gated(self, values: Tensor, gate: Tensor) -> Tensor:
+        """values: [tokens, heads * value_dim]; gate: a number for each, or for each head"""
+        kernels = self.kernels
+        if gate.shape == values.shape:
+            gated: Tensor = kernels.gated_norm(values, gate, None, 0.0, 1, False, "sigmoid")
+            return gated
+        factors = kernels.activate(gate, "sigmoid").view(-1, 1)
+        by_head: Tensor = kernels.multiply(values.view(-1, self.spec.value_dim), factors)
+        return by_head.view(values.shape)
 
     def _adapted(self, which: int, given: Tensor, out: Tensor, slots: Tensor | None) -> Tensor:
         """Return the result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]; slots: the

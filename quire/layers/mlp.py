@@ -40,6 +40,8 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
             "relu": kernels.relu_and_mul,
             "relu2": partial(kernels.relu_and_mul, squared=True),
             "swiglu_oai": partial(kernels.swiglu_oai, alpha=swiglu[0], limit=swiglu[1]),
+            "limited_swiglu": partial(kernels.limited_swiglu, limit=swiglu[1]),
+            "swiglu_step": partial(kernels.limited_swiglu, limit=swiglu[1], after=True),
         }
         if name in fused:
             return fused[name]
@@ -71,7 +73,7 @@ class MLP:
         if spec.activation == "xielu" and "activation" in names:
             self.activation = XIELU(builder, names["activation"])
         else:
-            self.activation = activation(builder.kernels, spec.activation, spec.gated)
+            self.activation = activation(builder.kernels, spec.activation, spec.gated, spec.swiglu)
         self.size = size
         self.group = builder.tensor_group
         self.cutoff = NormalDist().inv_cdf(spec.sparsity) if spec.sparsity else None

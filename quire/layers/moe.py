@@ -40,9 +40,10 @@ class MoE:
     """A mixture of experts.
 
     names: the names of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert,
-    or of experts_gate_up and experts_down for all experts, or of both if the checkpoint decides; of shared_gate and
-    shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; of latent_in and latent_out; of
-    experts_bias, which is added to the sum of the experts' results; and of expert_scales, if experts are apart.
+    or of experts_gate_up (or experts_gate and experts_up) and experts_down for all experts, or of both if the
+    checkpoint decides; of shared_gate and shared_up, or of shared_gate_up; of shared_down and shared_expert_gate; of
+    latent_in and latent_out; of experts_bias, which is added to the sum of the experts' results; and of expert_scales,
+    if experts are apart.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:

@@ -38,6 +38,8 @@ class RMSNorm(Norm):
         self.weight = builder.whole(f"{name}.weight", size, dtype=dtype)
         if spec.offset:
             builder.when_loaded(lambda: self.weight.add_(spec.offset))  # type: ignore[arg-type]
+        if spec.scale != 1:
+            builder.when_loaded(lambda: self.weight.mul_(spec.scale))  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.kernels.rms_norm(x, self.weight, self.eps)

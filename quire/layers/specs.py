@@ -22,7 +22,7 @@ class NormSpec:
 
     bias: whether a layer norm has a bias. affine: whether the norm has a weight. wide: the product with the weight is
     also in float32 (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma and
-    Nemotron store weight - 1).
+    Nemotron store weight - 1). scale: the factor of an RMS norm's weight.
     """
 
     kind: Literal["rms", "layer"]
@@ -31,6 +31,7 @@ class NormSpec:
     affine: bool = True
     wide: bool = False
     offset: float = 0.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: only
     `down` has a bias. multipliers: the factors of gate and down (Falcon-H1). sub_norm: an RMS norm before `down`
     (BitNet). sparsity: the share of gates that are 0, as if they were normally distributed (Gemma 3n). The activation
-    "xielu" has learned parameters (see layers/xielu.py)."""
+    "xielu" has learned parameters (see layers/xielu.py). swiglu: alpha and limit of the activations "swiglu_oai",
+    "limited_swiglu" and "swiglu_step", see ops/reference/elementwise.py; the last two have no alpha."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -49,13 +51,14 @@ class MLPSpec:
     multipliers: tuple[float, float] = (1.0, 1.0)
     sub_norm: NormSpec | None = None
     sparsity: float = 0.0
+    swiglu: tuple[float, float] = (1.702, 7.0)
 
 
 @dataclass(frozen=True)
 class MoESpec:
     """num_experts feed-forward layers, of which each token uses top_k.
 
-    swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores;
+    swiglu: see MLPSpec. scoring: the function from the router's logits to scores;
     "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see ops/reference/routing.py). normalize: the
     scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only experts of the
     topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of its two best.
@@ -63,7 +66,8 @@ class MoESpec:
     store it as a row, [1, experts] (ERNIE 4.5). shared: an expert that every token uses. shared_gate: its result is
     multiplied by sigmoid(gate(x)). layout: every expert has its own tensors ("separate"), or a tensor [experts, in,
     out] holds one projection of all experts, in which gate and up alternate ("fused", gpt-oss) or follow each other
-    ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate ("stacked", Granite).
+    ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate, or two tensors, one for each
+    ("stacked", Granite and Step 3.5), or three tensors [experts * size, hidden] ("rows", DBRX).
     weigh_inputs: the weight of a token's single expert multiplies the expert's input, not its result (Llama 4). apart:
     routed and shared experts are branches with norms of their own, the router has a norm, too, and each expert's result
     has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only for the layout "separate".
@@ -87,7 +91,7 @@ class MoESpec:
     bias: bool = False  # whether the router and the experts have biases
     shared: MLPSpec | None = None
     shared_gate: bool = False
-    layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
+    layout: Literal["separate", "fused", "fused_halves", "stacked", "rows"] = "separate"
     weigh_inputs: bool = False
     apart: bool = False
     gated: bool = True
@@ -128,6 +132,31 @@ class AltUpSpec:
     streams: int
     scales_correction: bool
     laurel_rank: int
+
+
+@dataclass(frozen=True)
+class HyperSpec:
+    """Several residual streams that are read and changed with weights (Hunyuan 4, see layers/hyper.py). eps: added to
+    weights. magnitude: the largest weight of a branch's result."""
+
+    streams: int
+    eps: float
+    magnitude: float
+
+
+@dataclass(frozen=True)
+class CycleSpec:
+    """Two stacks of layers that take turns (HRM, arXiv:2506.21734): the low one `low` times, then the high one, and so
+    on. layers: in a stack."""
+
+    layers: int
+    low: int
+
+    def place(self, layer: int) -> tuple[bool, bool, bool]:
+        """Return whether a layer is the first of a run through a stack, whether it is the last, and whether the stack
+        is the high one."""
+        run, within = divmod(layer, self.layers)
+        return within == 0, within == self.layers - 1, run % (self.low + 1) == self.low
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quire.kv.specs import CacheEntry, StateShape, StateSpec
 from quire.layers.attention_spec import AttentionSpec, HeadShare
-from quire.layers.specs import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 
 if TYPE_CHECKING:
     from quire.parallel.mesh import Communicator
@@ -131,3 +131,15 @@ class HybridSpec:
     recurrent: Mamba2Spec
     attention_multipliers: tuple[float, float] = (1.0, 1.0)
     recurrent_multipliers: tuple[float, float] = (1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class SharedBlockSpec:
+    """A block of attention and an MLP that several layers share, before a layer's own recurrent layer (Zamba2, see
+    layers/shared_block.py). attention_rank, mlp_rank: of a layer's own low-rank products; 0 for none."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    recurrent: Mamba2Spec
+    attention_rank: int
+    mlp_rank: int

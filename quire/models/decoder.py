@@ -11,8 +11,10 @@ from quire.kv.specs import CacheEntry, ModelKVSpec
 from quire.layers.altup import Streams
 from quire.layers.attention_spec import LayerPlace
 from quire.layers.build import Builder
+from quire.layers.cycles import CycleStates, WithEmbeddings
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState
+from quire.layers.hyper import HyperStreams
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerEmbedding
@@ -52,7 +54,11 @@ class LayerStack:
             kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
             state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
             place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
-            self.layers.append(make_layer(builder, spec, i, place))
+            first = spec.first_use(i, own)
+            if first < i:
+                self.layers.append(self.layers[first - own.start].again(spec, i, place))
+            else:
+                self.layers.append(make_layer(builder, spec, i, place))
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         self.backends = backends
@@ -126,14 +132,22 @@ class Decoder(LayerStack, Model):
         stage = self.stage
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
-        self.stream_size = spec.hidden_size * (1 if spec.altup is None else spec.altup.streams)
+        self.stream_size = spec.hidden_size * spec.streams
         self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
         self.sees = spec.media is not None, spec.has_sections
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
         if stage.has_embedding:
             self._make_embedding(builder, names, embedding_size)
-        self.streams = None if spec.altup is None else Streams(builder, spec.altup, spec.hidden_size, {**names})
+        self.streams: Streams | HyperStreams | CycleStates | WithEmbeddings | None = None
+        if spec.altup is not None:
+            self.streams = Streams(builder, spec.altup, spec.hidden_size, names)
+        elif spec.hyper is not None:
+            self.streams = HyperStreams(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names["hyper_head"])
+        elif spec.cycles is not None:
+            self.streams = CycleStates(builder, spec.hidden_size, names["first_low"])
+        elif spec.residual == "blocks":
+            self.streams = WithEmbeddings()
         super().__init__(builder, spec, max_model_len, stage.layers)
         self.project_out: ReplicatedLinear | None = None
         self.lm_head: LMHead | None = None
@@ -161,7 +175,9 @@ class Decoder(LayerStack, Model):
         self.segments = None
         if spec.token_types:
             self.segments = builder.whole(f"{names['segments']}.weight", spec.token_types, spec.hidden_size)
-        self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
+        self.embedding_norm = make_norm(
+            builder, names.get("embedding_norm"), spec.hidden_size, spec.norm_of("embedding_norm")
+        )
         self.per_layer: PerLayerEmbedding | None = None
         if spec.per_layer is not None:
             layers = spec.num_layers
@@ -173,7 +189,7 @@ class Decoder(LayerStack, Model):
         spec = self.spec
         if embedding_size != spec.hidden_size:
             self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
-        self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
+        self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm_of("final_norm"))
         if "lm_head" in names:
             tied = self.embedding if spec.tie_embeddings else None
             bias = names.get("lm_head_bias") if spec.lm_head_bias else None
@@ -218,10 +234,10 @@ class Decoder(LayerStack, Model):
             x = x + self.positions(positions)
         if self.segments is not None and kinds is not None:
             x = x + torch.nn.functional.embedding(kinds, self.segments)
+        streams = x if self.streams is None else self.streams.split(x)
         if self.per_layer is not None:
-            streams = x if self.streams is None else self.streams.split(x)
             return self.residual_stream.own(torch.cat((streams, self.per_layer(ids, x, slots)), 1))
-        return self.embedding_norm(self.residual_stream.own(x))
+        return self.embedding_norm(self.residual_stream.own(streams))
 
     def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         spec = self.spec

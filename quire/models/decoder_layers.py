@@ -1,7 +1,8 @@
 """The layers of a decoder or an encoder: how a mixer and an MLP use the residual stream."""
 
 from collections.abc import Callable
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from quire.layers.delta import DeltaNet
 from quire.layers.experts_apart import ExpertsApart
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
+from quire.layers.hyper import HyperConnection
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
@@ -23,9 +25,18 @@ from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerBranch
 from quire.layers.rwkv import Rwkv
+from quire.layers.shared_block import SharedBlock
 from quire.layers.short_conv import ShortConv
 from quire.layers.specs import MLPSpec, MoESpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
+from quire.layers.state_spec import (
+    DeltaSpec,
+    HybridSpec,
+    Mamba2Spec,
+    MambaSpec,
+    RwkvSpec,
+    SharedBlockSpec,
+    ShortConvSpec,
+)
 from quire.models.spec import DecoderSpec
 
 MIXERS: dict[type, Callable[..., Any]] = {
@@ -55,7 +66,7 @@ class DecoderLayer:
         self.kernels = builder.kernels
 
         def norm(role: str):  # type: ignore[no-untyped-def]
-            return make_norm(builder, names.get(role), hidden, spec.norm)
+            return make_norm(builder, names.get(role), hidden, spec.norm_of(role))
 
         has_norm = index or spec.first_norm
         self.attention_norm = norm("attention_norm" if has_norm else "")
@@ -72,6 +83,18 @@ class DecoderLayer:
             else:
                 self.mlp = MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
+
+    def again(self, spec: DecoderSpec, index: int, place: LayerPlace) -> Self:
+        """Return a layer with the same weights in another place, before both are bound to a cache."""
+        assert isinstance(self.mixer, Attention), "only attention can share its weights"
+        other = copy(self)
+        other.mixer = copy(self.mixer)
+        other.mixer.place = place
+        other.take_place(spec, index)
+        return other
+
+    def take_place(self, spec: DecoderSpec, index: int) -> None:
+        """Set what depends on the place among the layers, but not on weights."""
 
     def reader(self, role: str) -> Any:
         """Return the part of the layer that reads the cache entry of this role, see CacheEntry."""
@@ -281,6 +304,99 @@ class AltUpLayer(DecoderLayer):
         return torch.cat((streams[:, :1], streams[:, 1:] + added[:, None]), 1).flatten(1), None
 
 
+class HyperLayer(DecoderLayer):
+    """Each branch reads a weighted sum of several streams, and is added to them with weights (Hunyuan 4). x: [tokens,
+    streams * hidden]; there is no other residual."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        assert spec.hyper is not None
+        names = spec.names_in(index)
+        self.around_mixer, self.around_mlp = (
+            HyperConnection(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names[role])
+            for role in ("hyper_attention", "hyper_mlp")
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = self.residual_stream
+        tokens = state.inputs.positions
+        read, weights = self.around_mixer.read(x)
+        out = self.mixer(stream.whole(self.attention_norm(read), tokens), state, wanted)
+        x, weights = (stream.pick(part, wanted, tokens) for part in (x, weights))
+        x = self.around_mixer.add(x, stream.sum(out), weights)
+        read, weights = self.around_mlp.read(x)
+        done = self._feed_forward(self.mlp_norm(read), x, out, state.slots_of(wanted))
+        return self.around_mlp.add(x, done, weights), None
+
+
+class CycleLayer(DecoderLayer):
+    """A layer of a stack that computes one of two states from both (HRM). x: both states and the layer's input,
+    [tokens, 3 * hidden]; there is no other residual."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        assert spec.cycles is not None
+        self.stack_norm = make_norm(builder, "", spec.hidden_size, spec.norm)
+        self.take_place(spec, index)
+
+    def take_place(self, spec: DecoderSpec, index: int) -> None:
+        assert spec.cycles is not None
+        self.is_first, self.is_last, self.is_high = spec.cycles.place(index)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        high, low, within = (part.contiguous() for part in x.chunk(3, 1))
+        if self.is_first:
+            within = self.kernels.add(high, low, within)
+        out, rest = super().__call__(within, None, state, wanted)
+        assert rest is not None
+        within = self.kernels.add(out, rest, rest)
+        high, low = (self.residual_stream.pick(part, wanted, state.inputs.positions) for part in (high, low))
+        if self.is_last:
+            within = self.stack_norm(within)
+            high, low = (within, low) if self.is_high else (high, within)
+        return torch.cat((high, low, within), 1), None
+
+
+class BlockLayer(DecoderLayer):
+    """A state-space layer, to whose input the result of a shared block may be added (Zamba2). x: the stream and the
+    embeddings, [tokens, 2 * hidden]; there is no other residual."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        self.mlp = None
+        names = spec.names_in(index)
+        mixer = spec.mixers[index]
+        self.residual_stream = builder.residual_stream
+        self.kernels = builder.kernels
+        self.block = None
+        if isinstance(mixer, SharedBlockSpec):
+            self.block = SharedBlock(builder, mixer, spec.norm, names, place)
+            mixer = mixer.recurrent
+        assert isinstance(mixer, Mamba2Spec)
+        self.norm = make_norm(builder, names["attention_norm"], spec.hidden_size, spec.norm)
+        self.mixer = Mamba2(builder, mixer, names, place)
+
+    def reader(self, role: str) -> Any:
+        return self.block.attention if role == "kv" and self.block is not None else self.mixer
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = self.residual_stream
+        tokens = state.inputs.positions
+        main, embeddings = (part.contiguous() for part in x.chunk(2, 1))
+        read = main
+        if self.block is not None:
+            added = self.block(x, state)
+            read = self.kernels.add(main, added, added)
+        out = stream.sum(self.mixer(stream.whole(self.norm(read), tokens), state, wanted))
+        main, embeddings = (stream.pick(part, wanted, tokens) for part in (main, embeddings))
+        return torch.cat((self.kernels.add(main, out, out), embeddings), 1), None
+
+
 LAYERS = {
     "sequential": DecoderLayer,
     "parallel": ParallelLayer,
@@ -291,4 +407,7 @@ LAYERS = {
     "shifted": ShiftedLayer,
     "scaled": ScaledLayer,
     "altup": AltUpLayer,
+    "hyper": HyperLayer,
+    "cycle": CycleLayer,
+    "blocks": BlockLayer,
 }

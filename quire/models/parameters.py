@@ -6,8 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
-from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
+from quire.layers.specs import HyperSpec, MLPSpec, MoESpec, NormSpec
+from quire.layers.state_spec import (
+    DeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    RecurrentSpec,
+    RwkvSpec,
+    SharedBlockSpec,
+    ShortConvSpec,
+)
 from quire.models.spec import CachedSpec, DecoderSpec, Names
 
 
@@ -91,10 +99,17 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
         rest += share.part(own.vocab_size) * vectors + hidden * vectors + own.size
     if spec.altup is not None and share.has_embedding:
         rest += 2 * (spec.altup.streams - 1) * hidden * hidden
+    if spec.cycles is not None:
+        rest += hidden
+    if spec.hyper is not None and share.has_head:
+        rest += _hyper(spec.hyper, hidden, 1)
     if width != hidden:
         rest += (share.has_embedding + share.has_head) * width * hidden
     experts = chosen = 0
-    for index in range(spec.num_layers) if share.layers is None else share.layers:
+    layers = range(spec.num_layers) if share.layers is None else share.layers
+    for index in layers:
+        if spec.first_use(index, layers) < index:
+            continue
         of_experts, of_chosen, others = _layer(spec, index, share)
         experts = experts + of_experts
         chosen = chosen + of_chosen
@@ -107,6 +122,8 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
 def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     """Return the numbers of parameters of all experts of a layer, of the experts that a token uses, and of the rest."""
     mlp = spec.mlps[index]
+    if isinstance(mixer := spec.mixers[index], SharedBlockSpec):
+        return 0, 0, _with_block(spec, index, mixer, share)
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, spec.names_in(index), (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
     rest += 1 if spec.residual == "scaled" else 0
@@ -115,6 +132,8 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     if (altup := spec.altup) is not None:
         count = altup.streams
         rest += count * count * (count + 1) + spec.hidden_size * (count + 2 + 2 * altup.laurel_rank + 1)
+    if (hyper := spec.hyper) is not None:
+        rest += 2 * _hyper(hyper, spec.hidden_size, 2)
     for part in spec.parts_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
@@ -134,12 +153,31 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     return -(-mlp.num_experts // share.expert_ranks) * expert, mlp.top_k * expert // share.expert_ranks, rest
 
 
+def _with_block(spec: DecoderSpec, index: int, mixer: SharedBlockSpec, share: Share) -> int:
+    """Count the parameters of a layer, and those of its shared block if it is the first that uses it."""
+    hidden = spec.hidden_size
+    heads = HeadShare.of(mixer.attention, share.group)
+    outputs = (len(heads.heads) + 2 * len(heads.kv_heads)) * mixer.attention.head_dim
+    total = _norm(spec.norm, hidden) + _recurrent(mixer.recurrent, share) + hidden * hidden
+    total += mixer.attention_rank * (6 * hidden + outputs)
+    total += mixer.mlp_rank * (hidden + 2 * share.part(mixer.mlp.intermediate_size))
+    layers = range(spec.num_layers) if share.layers is None else share.layers
+    users = [i for i in layers if isinstance(spec.mixers[i], SharedBlockSpec)]
+    if index == next(i for i in users if spec.names_in(i)["q"] == spec.names_in(index)["q"]):
+        total += 3 * _norm(spec.norm, hidden) + _attention(mixer.attention, share) + _mlp(mixer.mlp, hidden, share)
+    return total
+
+
+def _hyper(hyper: HyperSpec, hidden: int, kinds: int) -> int:
+    return kinds * (hyper.streams * (hyper.streams * hidden + 1) + 1)
+
+
 def _norm(norm: NormSpec, size: int) -> int:
     return size * (2 if norm.bias else 1) if norm.affine else 0
 
 
 def _norms(spec: DecoderSpec, names: Names, roles: Iterable[str]) -> int:
-    return sum(_norm(spec.norm, spec.hidden_size) for role in roles if names.get(role) is not None)
+    return sum(_norm(spec.norm_of(role), spec.hidden_size) for role in roles if names.get(role) is not None)
 
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:
@@ -216,7 +254,11 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
         of_index = mixer.indexer
         dim = mixer.indexer.head_dim
         total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
-    return total + heads * mixer.value_dim * mixer.hidden_size + mixer.hidden_size * mixer.bias
+    gates = heads * (1 if mixer.output_gate == "by_head" else mixer.value_dim if mixer.output_gate else 0)
+    total += (heads * mixer.value_dim + gates) * mixer.hidden_size
+    if mixer.rope_norm is not None:
+        total += _norm(mixer.rope_norm, mixer.rope_dim)
+    return total + mixer.hidden_size * mixer.bias + (heads if mixer.sinks else 0)
 
 
 def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:

@@ -9,16 +9,36 @@ from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
-from quire.layers.specs import AltUpSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RecurrentSpec, RwkvSpec, ShortConvSpec
+from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
+from quire.layers.state_spec import (
+    DeltaSpec,
+    HybridSpec,
+    Mamba2Spec,
+    MambaSpec,
+    RecurrentSpec,
+    RwkvSpec,
+    SharedBlockSpec,
+    ShortConvSpec,
+)
 from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
 CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
-MixerSpec = CachedSpec | HybridSpec  # decoder_layers.MIXERS names the layer that implements each kind
+MixerSpec = CachedSpec | HybridSpec | SharedBlockSpec  # decoder_layers.MIXERS names the layer that implements each kind
 Residual = Literal[
-    "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled", "altup"
+    "sequential",
+    "parallel",
+    "post_norm",
+    "single",
+    "cross",
+    "cross_post_norm",
+    "shifted",
+    "scaled",
+    "altup",
+    "hyper",
+    "cycle",
+    "blocks",
 ]
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
@@ -42,7 +62,8 @@ class DecoderSpec:
     or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
     RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). With
     "scaled", a branch with the layer's own embeddings may follow, and the stream is multiplied by a factor of the layer
-    (Gemma 4). With "altup", there are several streams (Gemma 3n). A layer has the norms that `names` contains.
+    (Gemma 4). With "altup" and "hyper", there are several streams (Gemma 3n, Hunyuan 4). A layer has the norms that
+    `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
@@ -53,7 +74,9 @@ class DecoderSpec:
     tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
     head uses the embedding table; None if it does only in checkpoints without a head. layer_names: changes to `names`
     in some layers (OLMo Hybrid). per_layer: the embeddings of tokens for each layer, None for none. altup: the streams
-    of "altup".
+    of "altup". hyper: the streams of "hyper". norms: the norms that differ from `norm`, by role.
+    weights_of: in a model that goes through some layers several times, the layer of the checkpoint whose weights each
+    layer has; layers that share weights still have caches of their own. cycles: of "cycle".
     """
 
     vocab_size: int
@@ -65,9 +88,7 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal[
-        "sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted", "scaled"
-    ] = "sequential"
+    residual: Residual = "sequential"
     tie_embeddings: bool | None = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
@@ -86,12 +107,37 @@ class DecoderSpec:
     layer_names: Mapping[int, Names] = field(default_factory=dict)
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    hyper: HyperSpec | None = None
+    weights_of: tuple[int, ...] | None = None
+    cycles: CycleSpec | None = None
+    norms: Mapping[str, NormSpec] = field(default_factory=dict)
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
     def names_in(self, layer: int) -> dict[str, str]:
         """Return the names of the tensors of a layer, by role."""
         names = {**self.names, **self.layer_names.get(layer, {})}
-        return {role: name.replace("{i}", str(layer)) for role, name in names.items() if name is not None}
+        number = str(self.weights_of[layer] if self.weights_of else layer)
+        return {role: name.replace("{i}", number) for role, name in names.items() if name is not None}
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams."""
+        if self.cycles is not None:
+            return 3
+        if self.residual == "blocks":
+            return 2
+        several = self.altup or self.hyper
+        return 1 if several is None else several.streams
+
+    def first_use(self, layer: int, among: range) -> int:
+        """Return the first of these layers that has the same weights."""
+        if self.weights_of is None:
+            return layer
+        mine = self.names_in(layer)
+        return next(i for i in among if self.names_in(i) == mine)
+
+    def norm_of(self, role: str) -> NormSpec:
+        return self.norms.get(role, self.norm)
 
     @property
     def has_sections(self) -> bool:
@@ -114,9 +160,9 @@ class DecoderSpec:
         return [part for part in self.parts_in(layer) if not isinstance(part, AttentionSpec) or part.source is None]
 
     def parts_in(self, layer: int) -> Sequence[CachedSpec]:
-        """Return the mixer of a layer, or both parts of a hybrid one."""
+        """Return the mixer of a layer, or both parts of a hybrid one or of one with a shared block."""
         mixer = self.mixers[layer]
-        if isinstance(mixer, HybridSpec):
+        if isinstance(mixer, HybridSpec | SharedBlockSpec):
             return mixer.attention, mixer.recurrent
         return () if mixer is None else (mixer,)
 

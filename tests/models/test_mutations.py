@@ -21,6 +21,8 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     # rotation
     ("llama", "theta", m.rotary(theta=lambda theta: theta * 1.1)),
     ("qwen3", "theta", m.rotary(theta=lambda theta: theta * 1.1)),
+    ("dbrx", "theta", m.rotary(theta=lambda theta: theta * 1.5)),
+    ("muse_glimmer_text", "no rotation", m.decoder(rotary=lambda r: (None,) * len(r))),
     ("llama", "no rotation", m.decoder(rotary=lambda r: (None,) * len(r))),
     ("llama", "interleaved", m.attention(interleaved_rotary=True)),
     ("llama-mqa-linear", "interleaved", m.attention(interleaved_rotary=True)),
@@ -304,6 +306,11 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("granite_swa", "no sinks", m.without("mixer.sinks")),
     ("granitemoe_swa", "no sinks", m.without("mixer.sinks")),
     ("afmoe", "without gates", m.open_gates),
+    ("step3p5", "without gates", m.open_gates),
+    ("hrm_text", "without gates", m.open_gates),
+    ("muse_glimmer_text", "without gates", m.open_gates),
+    ("hy_v4", "no sinks", m.without("mixer.sinks")),
+    ("dots3_note_text", "without gates", m.without("mixer.gate")),
     # experts
     ("qwen2_moe", "no gate of the shared expert", m.in_experts(lambda moe: setattr(moe, "shared_gate", None))),
     ("qwen2_moe", "no shared expert", m.in_experts(lambda moe: setattr(moe, "shared", None))),
@@ -325,6 +332,7 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("bamba", "no bias of time steps", m.in_states(lambda mixer: mixer.dt_bias.zero_())),
     ("granitemoehybrid", "norm's weight", m.in_states(lambda mixer: mixer.norm_weight.fill_(1))),
     ("nemotron_h", "states live longer", m.in_states(lambda mixer: mixer.rate.sub_(0.3))),
+    ("zamba2", "no skip", m.in_states(lambda mixer: mixer.skip.zero_())),
     ("falcon_h1", "no multipliers", m.in_states(lambda mixer: mixer.factors.fill_(1))),
     ("qwen3_next", "states live longer", m.in_states(lambda mixer: mixer.rate.sub_(0.3))),
     ("qwen3_next", "norm's weight", m.in_states(lambda mixer: mixer.gate_weight.fill_(1))),

@@ -21,7 +21,8 @@ BOUND = 5e-5  # of the logits' standard deviation
 # Nemotron's squares make more of it: transformers is 2.7e-4, 1.4e-4 and (Ministral 3) 1.2e-4 from itself in float64.
 # Of the models with a delta rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi
 # Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself. Gemma 4 with experts
-# is 1.0e-4 from itself, with shared layers 3.3e-5.
+# is 1.0e-4 from itself, with shared layers 3.3e-5. Step 3.5 is 1.1e-4 from itself, DBRX 7.3e-4,
+# Zamba2 8e-4.
 NOISY = {
     "gemma2-without-caps": 1.5e-4,
     "deepseek_v3": 1e-4,
@@ -32,6 +33,12 @@ NOISY = {
     "qwen3_5_moe_text": 6e-4,
     "kimi_linear": 1.5e-4,
     "olmo_hybrid": 1e-4,
+    "step3p5": 2e-4,
+    "dbrx": 2e-3,
+    "zamba2": 2e-3,
+    "zamba2-one-block": 1e-3,
+    "dots3_note_text": 2e-4,
+    "dots3_note_text-published-fields": 4e-4,
     "gemma4": 1e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,

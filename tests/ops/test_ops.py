@@ -157,6 +157,12 @@ def swiglu_oai_cases(dtype: torch.dtype) -> Iterator[Arguments]:
         yield *arguments, 0.5, 3.0
 
 
+def limited_swiglu_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for arguments in gated_cases(dtype):
+        yield *arguments, 0.7
+        yield *arguments, 0.7, True
+
+
 def rotary_embedding_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for head_dim, rotary_dim in ((128, 128), (64, 64), (80, 32), (24, 24), (6, 6), (2, 2)):
         for tokens in (0, 1, 3, 65):
@@ -394,6 +400,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "silu_and_mul": gated_cases,
     "gelu_and_mul": gelu_and_mul_cases,
     "swiglu_oai": swiglu_oai_cases,
+    "limited_swiglu": limited_swiglu_cases,
     "rotary_embedding": rotary_embedding_cases,
     "activate": activate_cases,
     "relu_and_mul": relu_and_mul_cases,
@@ -560,6 +567,17 @@ def test_norms_with_a_float32_weight_are_those_of_olmo_and_gemma():
     for module, added in ((Olmo2RMSNorm(64, 1e-6), 0.0), (Gemma2RMSNorm(64, 1e-6), 1.0)):
         module.weight.data = weight.clone()
         assert torch.equal(OPS["rms_norm"].reference(x, weight + added, 1e-6), module(x))
+
+
+def test_limited_activations_are_those_of_transformers():
+    from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+    gate_up = torch.randn(20, 64) * 6
+    layer = SimpleNamespace(act_fn=torch.nn.functional.silu, limit=2.0, swiglu_limit=2.0)
+    for experts, after in ((HYV4Experts, False), (Step3p7Experts, True)):
+        wanted = experts._apply_gate(layer, gate_up)
+        torch.testing.assert_close(OPS["limited_swiglu"].reference(gate_up, 2.0, after), wanted)
 
 
 def test_the_gated_activation_of_gpt_oss_is_that_of_transformers():

@@ -132,9 +132,9 @@ def test_activations_and_norms(kernels: Kernels) -> None:
     dtype = kernels.target.dtype
     for width in (24, 1003, 2048):
         x = 3 * torch.randn(ROWS, 2 * width).to(dtype)
-        for name in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu", "relu2"):
+        for name in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "limited_swiglu", "swiglu_step", "relu", "relu2"):
             check(activation(kernels, name, gated=True), x, f"{name} gated")
-            if name != "swiglu_oai":
+            if "swiglu" not in name:
                 check(activation(kernels, name, gated=False), x, name)
         check(lambda x: kernels.activate(x, "sigmoid"), x, "sigmoid")
         check(lambda x: kernels.activate(x, "tanh"), x, "tanh")

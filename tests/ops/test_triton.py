@@ -66,6 +66,8 @@ def test_gated_activations(dtype, half):
     for x in (draw(dtype, 3, 2 * half) * 4, draw(dtype, 3, 3 * half)[:, half:], draw(dtype, 0, 2 * half)):
         close(ours.silu_and_mul(x), elementwise.silu_and_mul.reference(x))
         close(ours.swiglu_oai(x, 0.5, 3.0), elementwise.swiglu_oai.reference(x, 0.5, 3.0))
+        for after in (False, True):
+            close(ours.limited_swiglu(x, 1.5, after), elementwise.limited_swiglu.reference(x, 1.5, after))
         for approximate in ("none", "tanh"):
             close(ours.gelu_and_mul(x, approximate), elementwise.gelu_and_mul.reference(x, approximate))
 

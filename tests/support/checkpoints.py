@@ -126,7 +126,8 @@ def model_class(kind: str) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Mistral4Config
     from transformers import Mistral4ForCausalLM as Mistral4
 
-    import support.rwkv7  # noqa: F401  registers a family that transformers lacks
+    import support.rwkv7  # registers a family that transformers lacks
+    import support.text_models  # noqa: F401  the same
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4, exist_ok=True)  # transformers' list lacks it
     config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))

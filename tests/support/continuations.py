@@ -29,6 +29,8 @@ DRAWN = (
     checkpoints.gain,
     layouts.stand_in_config,
 )
+# The files with models that transformers lacks
+OWN_MODELS = {"rwkv7": "rwkv7.py", "step3p5": "text_models.py", "muse_glimmer_text": "text_models.py"}
 Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and how many come before the first tie
 
 
@@ -36,8 +38,8 @@ def key(variant: str, *computed: Any) -> str:
     """computed: the functions that make the prompts and the continuations."""
     recipe = checkpoints.ALL_VARIANTS[variant]
     sources = [_unformatted(inspect.getsource(function)) for function in (*DRAWN, *computed)]
-    if recipe[0] == "rwkv7":  # transformers lacks it
-        sources.append(_unformatted((Path(__file__).parent / "rwkv7.py").read_text()))
+    if own := OWN_MODELS.get(recipe[0]):
+        sources.append(_unformatted((Path(__file__).parent / own).read_text()))
     parts = [version("transformers"), checkpoints.BASE, recipe, REFERENCE_CONFIG.get(variant), sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

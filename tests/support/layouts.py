@@ -236,7 +236,19 @@ def gemma4_hub(tensors: Tensors, config: Config) -> Tensors:
     return tensors
 
 
+def hy_v4_hub(tensors: Tensors, config: Config) -> Tensors:
+    """transformers 5.24 saves hyper-connections and gates of MLPs under names that no published checkpoint has."""
+
+    def published(name: str) -> str:
+        name = re.sub(r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre.", name)
+        name = re.sub(r"(\.mlp\..*)linear_gate", r"\1gate_proj", name.replace(".mlp.linear_gate", ".mlp.gate_proj"))
+        return name.replace(".hc_pre.hc_head.", ".hc_head.")
+
+    return {published(name): tensor for name, tensor in tensors.items()}
+
+
 HUB_LAYOUTS = {
+    "hy_v4": hy_v4_hub,
     "gemma4_text": gemma4_hub,
     "olmo_hybrid": olmo_hybrid_hub,
     "kimi_linear": kimi_linear_hub,

@@ -102,13 +102,15 @@ RULES: list[tuple[str, Rule]] = [
     (r"num_kv_shared_layers", at_most(1)),
     (r"codebook_size|num_embeddings", at_most(HIDDEN)),
     (r"base_channels", at_most(32)),
+    (r"clip_qkv", at_most(8)),
 ]  # fmt: skip
 
 _NEEDED_COUNTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")  # some are null by default
 _LEFT_OUT = ("transformers_version", "id2label", "label2id")
 _DEPTH = re.compile(
     r"(conf_|decoder_|encoder_)?(num_hidden_layers|n_layers?|num_layers|num_blocks|depth|encoder_layers|decoder_layers"
-    r"|layers|num_decoder_layers|num_encoder_layers|n_(input|recurrent|output)_layers|resampler_depth)"
+    r"|layers|num_decoder_layers|num_encoder_layers|n_(input|recurrent|output)_layers|num_layers_per_stack"
+    r"|resampler_depth)"
 )
 _MARK = re.compile(r"\w*token_(id|index)")
 
@@ -132,7 +134,8 @@ def shrunk(config: Any) -> Fields:
             numbered = {int(key): item for key, item in value.items()}
             fields[name] = {
                 f"{new:02}": {
-                    key: _number(key, item, defaults, len(kept), marks) for key, item in numbered[old].items()
+                    key: _number(key, item, {**defaults, **numbered[old]}, len(kept), marks)
+                    for key, item in numbered[old].items()
                 }
                 for new, old in enumerate(kept)
                 if old in numbered
@@ -233,6 +236,9 @@ def repaired(fields: Fields, config: Any, attempt: Attempt) -> tuple[Fields, lis
 
 def _changed(fields: Fields, defaults: Fields, message: str, place: str = "") -> Iterator[tuple[str, Fields]]:
     """The fields with one change, those first that the message names."""
+    lacking = re.search(r"Config' object has no attribute '(\w+)'", message)
+    if lacking and lacking[1] in _PLAIN_ROPE and lacking[1] not in fields:
+        yield f"{place}{lacking[1]}", {**fields, lacking[1]: _PLAIN_ROPE[lacking[1]]}
     for name in sorted(fields, key=lambda name: ("rope" not in name, name not in message)):
         value = fields[name]
         if isinstance(value, dict) and isinstance(defaults.get(name), dict) and name.endswith("_config"):
@@ -246,6 +252,8 @@ def _changed(fields: Fields, defaults: Fields, message: str, place: str = "") ->
             candidates = [{**_PLAIN_ROPE, **value}]
             candidates += [{**_PLAIN_ROPE, **value, "mrope_section": sections} for sections in _SECTIONS.values()]
             candidates += [dict.fromkeys(sorted(set(fields.get("layer_types") or ())), _PLAIN_ROPE)]
+        if name == "head_dim" and {"qk_nope_head_dim", "qk_rope_head_dim"} <= fields.keys():
+            candidates = [fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]]
         if name in defaults and value != defaults[name]:
             candidates.append(deepcopy(defaults[name]))
         for candidate in candidates:

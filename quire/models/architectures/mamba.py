@@ -1,12 +1,12 @@
 """State-space models, and their hybrids with attention: Mamba, Falcon Mamba, Jamba, Mamba-2, Bamba, Granite 4,
-Nemotron-H and Falcon-H1."""
+Nemotron-H, Falcon-H1 and Zamba2."""
 
 from dataclasses import replace
 from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import HybridSpec, Mamba2Spec, MambaSpec
+from quire.layers.state_spec import HybridSpec, Mamba2Spec, MambaSpec, SharedBlockSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
 
 
@@ -193,17 +193,41 @@ _SAME = {"linear_attention": "mamba", "full_attention": "attention"}  # transfor
 
 def nemotron_h(config: HfConfig) -> DecoderSpec:
     """Nemotron-H: each layer is a state-space layer, attention without positions, or an MLP; in Nemotron 3, experts
-    without gates take the place of MLPs."""
+    without gates take the place of MLPs. In NemotronH-Puzzle, layers may differ from the config's sizes."""
     config = {"layer_norm_epsilon": 1e-5, "head_dim": 128, "mlp_hidden_act": "relu2", **config}
+    blocks = config.get("block_configs")
     pattern = config.get("hybrid_override_pattern")
-    kinds = [_KINDS[c] for c in pattern] if pattern else config.get("layers_block_type") or config["layer_types"]
+    if blocks:
+        kinds = [block["block_type"] for block in blocks]
+    else:
+        kinds = [_KINDS[c] for c in pattern] if pattern else config.get("layers_block_type") or config["layer_types"]
     kinds = [_SAME.get(kind, kind) for kind in kinds]
     if unknown := set(kinds) - {"mamba", "attention", "mlp", "moe"}:
         raise ValueError(f"Nemotron-H with layers of the kind {unknown.pop()!r} is not supported")
     norm = NormSpec("rms", config["layer_norm_epsilon"])
-    bias = bool(config.get("attention_bias", False))
-    state_space = Mamba2Spec(
-        config["hidden_size"],
+    layers = [(kind, {**config, **(blocks[i] if blocks else {})}) for i, kind in enumerate(kinds)]
+    return decoder_spec(
+        {"intermediate_size": 0, **config, "num_hidden_layers": len(kinds)},
+        mixer=tuple(_nemotron_mixer(kind, fields, norm) for kind, fields in layers),
+        mlp=tuple(_nemotron_mlp(kind, fields) for kind, fields in layers),
+        norm=norm,
+        rotary=None,
+        residual="single",
+        names=NAMES["mamba2"] | NAMES["nemotron_h"],
+        ignored=(r"rotary_emb\.inv_freq$", r"^medusa_head\.", r"^mtp\."),
+    )
+
+
+def _nemotron_mixer(kind: str, config: HfConfig, norm: NormSpec) -> AttentionSpec | Mamba2Spec | None:
+    hidden = config["hidden_size"]
+    if kind == "attention":
+        bias = bool(config.get("attention_bias", False))
+        heads = config["num_attention_heads"]
+        return AttentionSpec(hidden, heads, config.get("num_key_value_heads") or heads, config["head_dim"], bias, bias)
+    if kind != "mamba":
+        return None
+    return Mamba2Spec(
+        hidden,
         config["mamba_num_heads"],
         config["n_groups"],
         config["ssm_state_size"],
@@ -214,21 +238,15 @@ def nemotron_h(config: HfConfig) -> DecoderSpec:
         bias=bool(config.get("mamba_proj_bias", False)),
         time_step=(config.get("time_step_min", config.get("mamba_dt_min", 0.001)), float("inf")),
     )
-    mlp = MLPSpec(
-        config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bool(config.get("mlp_bias", False))
-    )
-    experts = _nemotron_experts(config) if "moe" in kinds else None
-    spec = decoder_spec(
-        {**config, "num_hidden_layers": len(kinds)},
-        attention={"qkv_bias": bias, "output_bias": bias},
-        norm=norm,
-        mlp=tuple({"mlp": mlp, "moe": experts}.get(kind) for kind in kinds),
-        rotary=None,
-        residual="single",
-        names=NAMES["mamba2"] | NAMES["nemotron_h"],
-    )
-    of_kind = {"mamba": state_space, "attention": spec.mixers[0]}
-    return replace(spec, mixers=tuple(of_kind.get(kind) for kind in kinds), ignored=(*spec.ignored, r"^mtp\."))
+
+
+def _nemotron_mlp(kind: str, config: HfConfig) -> MLPSpec | MoESpec | None:
+    if kind == "moe":
+        return _nemotron_experts(config)
+    if kind != "mlp":
+        return None
+    bias = bool(config.get("mlp_bias", False))
+    return MLPSpec(config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bias)
 
 
 def _nemotron_experts(config: HfConfig) -> MoESpec:
@@ -291,3 +309,56 @@ def falcon_h1(config: HfConfig) -> DecoderSpec:
         (config.get("ssm_in_multiplier", 1.0), config.get("ssm_out_multiplier", 1.0)),
     )
     return replace(spec, mixers=(hybrid,) * spec.num_layers)
+
+
+def zamba2(config: HfConfig) -> DecoderSpec:
+    """Zamba2: Mamba-2 in every layer; some layers first use a block of attention and an MLP, which they share. Only
+    the first layer that uses a block has its weights in the checkpoint; adapters are counted over all these layers."""
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    config = {"rms_norm_eps": 1e-5, "mamba_d_conv": 4, "tie_word_embeddings": True, **config}
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    users = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    blocks = config.get("num_mem_blocks") or 1
+    bias = bool(config.get("add_bias_linear", False))
+    head_dim = config.get("attention_head_dim") or 2 * hidden // heads
+    state_heads = config["n_mamba_heads"]
+    state_space = Mamba2Spec(
+        hidden,
+        state_heads,
+        config.get("mamba_ngroups") or 1,
+        config["mamba_d_state"],
+        config.get("mamba_expand", 2) * hidden // state_heads,
+        config["mamba_d_conv"],
+        NormSpec("rms", 1e-5),
+        bias=bias,
+        time_step=(config.get("time_step_min", 0.001), float("inf")),
+    )
+    rank = config.get("adapter_rank") or 128
+    kv_heads = config.get("num_key_value_heads") or heads
+    scale = (head_dim / 2) ** -0.5
+    shared = SharedBlockSpec(
+        AttentionSpec(hidden, heads, kv_heads, head_dim, scale=scale, input_size=2 * hidden),
+        MLPSpec(config.get("intermediate_size") or 4 * hidden, config.get("hidden_act", "gelu"), bias=bias),
+        state_space,
+        rank if config.get("use_shared_attention_adapter") else 0,
+        rank,
+    )
+    names_of = {
+        layer: {
+            role: name and name.replace("{b}", str(users[number % blocks])).replace("{a}", str(number))
+            for role, name in NAMES["zamba2_block"].items()
+        }
+        for number, layer in enumerate(users)
+    }
+    return decoder_spec(
+        {**config, "head_dim": head_dim},
+        mixer=tuple(shared if kind == "hybrid" else state_space for kind in kinds),
+        mlp=(None,) * len(kinds),
+        norm=NormSpec("rms", config["rms_norm_eps"]),
+        rotary="default" if config.get("use_mem_rope") else None,
+        residual="blocks",
+        names=NAMES["bamba"] | {"mlp_norm": None},
+        layer_names=names_of,
+        ignored=(r"\.shared_transformer\.",),
+    )

@@ -207,6 +207,20 @@ struct SwigluOai {
   }
 };
 
+// silu(gate) * up: gates up to the limit, before or after silu, and up values within it.
+struct LimitedSwiglu {
+  float limit;
+  bool after;
+  template <class T>
+  QUIRE_INLINE f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+    const f32x16 most = splat(limit);
+    up = where(up > limit, most, where(up < -limit, -most, up));
+    if (!after) gate = where(gate > limit, most, gate);
+    gate = gate * sigmoid(gate);
+    return where(gate > limit, most, gate) * up;
+  }
+};
+
 // x: [rows, 2 * half], gates then up values; out: [rows, half].
 template <class T, class F>
 void gate(const T* x, int64_t stride, int64_t rows, int64_t half, T* out, int threads, F activation) {
@@ -329,7 +343,7 @@ void quire_row_sums(int dtype, const void* x, int64_t stride, int64_t rows, int6
   });
 }
 
-// activation: numbered as in elementwise.py; alpha and limit are SwigluOai's.
+// activation: numbered as in elementwise.py; alpha is SwigluOai's, limit also LimitedSwiglu's.
 void quire_gate(int dtype, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
                 int64_t half, void* out, int threads) {
   with_type(dtype, [&](auto t) {
@@ -342,6 +356,8 @@ void quire_gate(int dtype, int activation, float alpha, float limit, const void*
       case 3: return run(SwigluOai{alpha, limit});
       case 4: return run(Relu{});
       case 5: return run(ReluSquared{});
+      case 6: return run(LimitedSwiglu{limit, false});
+      case 7: return run(LimitedSwiglu{limit, true});
     }
   });
 }

@@ -210,8 +210,8 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss' activation, 4 relu, 5 its square, as in
-    elementwise.cpp."""
+    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss' activation, 4 relu, 5 its square, 6 silu of limited
+    gates, 7 limited silu, as in elementwise.cpp."""
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
@@ -246,6 +246,11 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 @reference.swiglu_oai.implementation("cpu", supports=on_cpu)
 def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gate(3, x, alpha, limit)
+
+
+@reference.limited_swiglu.implementation("cpu", supports=on_cpu)
+def limited_swiglu(x: Tensor, limit: float, after: bool = False) -> Tensor:
+    return _gate(7 if after else 6, x, 1.0, limit)
 
 
 @reference.relu_and_mul.implementation("cpu", supports=on_cpu)

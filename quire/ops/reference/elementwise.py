@@ -109,6 +109,18 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
+@declare_invariant("cuda")
+def limited_swiglu(x: Tensor, limit: float, after: bool = False) -> Tensor:
+    """silu(gate) * up with limits, in float32. x: [tokens, 2 * half] -> [tokens, half].
+
+    gate = x[:, :half] up to limit, up = x[:, half:] within -limit ... limit. after: the limit of the gate applies to
+    silu(gate) instead (Step 3.5).
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    gate = torch.nn.functional.silu(gate).clamp(max=limit) if after else torch.nn.functional.silu(gate.clamp(max=limit))
+    return (gate * up.clamp(-limit, limit)).to(x.dtype)
+
+
 @declare_invariant(*ANYWHERE)
 def relu_and_mul(x: Tensor, squared: bool = False) -> Tensor:
     """relu(x[:, :half]) * x[:, half:], or the square of relu. x: [tokens, 2 * half] -> [tokens, half]."""

@@ -103,7 +103,7 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-SILU, GELU, GELU_TANH, SWIGLU_OAI = range(4)
+SILU, GELU, GELU_TANH, SWIGLU_OAI, LIMITED, LIMITED_AFTER = range(6)
 
 
 @triton.jit
@@ -124,6 +124,11 @@ def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.cons
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         product = (up + 1.0) * gate * _sigmoid(alpha * gate)
+    elif KIND >= 4:
+        if KIND == 4:
+            gate = tl.minimum(gate, limit)
+        active = tl.minimum(gate * _sigmoid(gate), limit)
+        product = active * tl.minimum(tl.maximum(up, -limit), limit)
     else:
         if KIND == 0:
             active = gate * _sigmoid(gate)
@@ -162,6 +167,11 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 @reference.swiglu_oai.implementation("triton", supports=on_gpu)
 def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gated(SWIGLU_OAI, x, alpha, limit)
+
+
+@reference.limited_swiglu.implementation("triton", supports=on_gpu)
+def limited_swiglu(x: Tensor, limit: float, after: bool = False) -> Tensor:
+    return _gated(LIMITED_AFTER if after else LIMITED, x, 1.0, limit)
 
 
 @triton.jit

@@ -24,3 +24,7 @@ REFERENCE_CONFIG: dict[str, dict[str, Any]] = {}
 for _name in ("phi3-longrope", "phi3-longrope-partial"):
     _parameters = NEW_VARIANTS[_name][1]["rope_parameters"]
     REFERENCE_CONFIG[_name] = {"rope_parameters": {**_parameters, "short_factor": _parameters["long_factor"]}}
+_kind, _config, _writing = STATES["nemotron_h-puzzle"]
+REFERENCE_CONFIG["nemotron_h-puzzle"] = {"layer_types": _config["layer_types"], "num_key_value_heads": 2} | {
+    name: _config[name] for name in ("n_routed_experts", "moe_intermediate_size")
+}

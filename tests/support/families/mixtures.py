@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from support.families.base import GLOBAL, LOCAL, YARN, Variant, rope
-from support.families.experts import _LATENT
+from support.families.experts import _LATENT, _SPARSE
 
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_DBRX = {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}
+_HY4 = {**_LATENT, **_SPARSE, "swiglu_limit": 1.0}
+_DOTS3 = {
+    "head_dim": 32,
+    "shared_experts_intermediate_size": 30,
+    "sliding_window": 20,
+    "rope_theta": 500.0,
+    "swa_rope_theta": 10_000.0,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_qk_rope_head_dim": 8,
+    "swa_v_head_dim": 16,
+}
 _SMALL = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _GRANITE = {
     "num_local_experts": 8,
@@ -208,5 +226,134 @@ MIXTURES: dict[str, Variant] = {
             "vocab_size": 321,
         },
         {"seed": 1},
+    ),
+    "step3p5": (
+        "step3p5",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 38,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_sliding_attention_heads": 6,
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": [GLOBAL, LOCAL, LOCAL, GLOBAL],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.0, 0.0, 0.4, 0.6],
+            "swiglu_limits_shared": [0.0, 0.5, 0.0, 0.7],
+            "rope_parameters": {
+                GLOBAL: rope(500.0, "llama3", partial_rotary_factor=0.5, **_LLAMA3),
+                LOCAL: rope(10_000.0),
+            },
+        },
+        {},
+    ),
+    "step3p5-old-fields": (
+        "step3p5",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 22,
+            "share_expert_dim": 24,
+            "num_hidden_layers": 3,
+            "num_sliding_attention_heads": 2,
+            "pad_token_id": 0,
+            "head_dim": 24,
+            "sliding_window": 24,
+            "layer_types": [LOCAL, GLOBAL, LOCAL],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "vocab_size": 321,
+            "rope_parameters": {
+                GLOBAL: rope(500.0, "llama3", partial_rotary_factor=0.5, **_LLAMA3),
+                LOCAL: rope(10_000.0),
+            },
+        },
+        {
+            "seed": 1,
+            "without": ["rope_parameters", "layer_types", "mlp_layer_types", "num_key_value_heads", "n_routed_experts"],
+            "adds": {
+                "layer_types": [LOCAL, GLOBAL, LOCAL, LOCAL],  # the last one predicts further tokens
+                "rope_theta": [10_000.0, 500.0, 10_000.0, 10_000.0],
+                "partial_rotary_factors": [1.0, 0.5, 1.0, 1.0],
+                "rope_scaling": {"rope_type": "llama3", **_LLAMA3},
+                "moe_layers_enum": "1",
+                "num_attention_groups": 2,
+                "moe_num_experts": 6,
+                "num_nextn_predict_layers": 1,
+            },
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            **_DBRX,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.5, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 38, "moe_num_experts": 8, "moe_top_k": 3},
+            "rope_parameters": rope(500.0),
+        },
+        {},
+    ),
+    "hy_v4": (
+        "hy_v4",
+        {
+            **_HY4,
+            "num_hidden_layers": 4,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": rope(500.0),
+        },
+        {"hub_layout": True},
+    ),
+    "hy_v4-two-streams": (
+        "hy_v4",
+        {
+            **_HY4,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "hc_mult": 2,
+            "hc_magnitude": 1.5,
+            "attention_bias": True,
+            "swiglu_limit": 0.3,
+            "norm_topk_prob": False,
+            "vocab_size": 321,
+            "rope_parameters": rope(10_000.0),
+        },
+        {"hub_layout": True, "seed": 1, "without": ["mlp_layer_types", "indexer_types"]},
+    ),
+    "dots3_note_text": (
+        "dots3_note_text",
+        {
+            **_LATENT,
+            **_SPARSE,
+            **_DOTS3,
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention", LOCAL, GLOBAL, LOCAL],
+            "use_dsa": None,
+        },
+        {},
+    ),
+    "dots3_note_text-published-fields": (
+        "dots3_note_text",
+        {
+            **_LATENT,
+            **_SPARSE,
+            **_DOTS3,
+            "layer_types": ["full_attention", LOCAL, "full_attention"],
+            "use_dsa": True,
+            "attention_bias": True,
+            "vocab_size": 321,
+        },
+        {
+            "seed": 1,
+            "without": ["per_layer_config", "rope_parameters", "mlp_layer_types", "layer_types", "sliding_window"],
+            "adds": {
+                "layer_types": ["full_attention", LOCAL, "full_attention"],
+                "sliding_window_size": 20,
+                **{name: value for name, value in _DOTS3.items() if "rope_theta" in name or name.startswith("swa_")},
+            },
+        },
     ),
 }

@@ -91,6 +91,34 @@ RECENT: dict[str, Variant] = {
         },
         {"without": ["layer_types"]},
     ),
+    "muse_glimmer_text": (
+        "muse_glimmer_text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "rope_parameters": rope(500.0),
+            "final_logit_softcapping": 6.0,
+            "output_multiplier": 0.7,
+            "qk_scale_factor": 2.0,
+        },
+        {"without": ["layer_types", "layer_rope_theta"]},
+    ),
+    "hrm_text": ("hrm_text", {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2, "head_dim": 16}, {}),
+    "hrm_text-one-layer-each": (
+        "hrm_text",
+        {
+            "num_hidden_layers": 1,
+            "H_cycles": 3,
+            "L_cycles": 1,
+            "head_dim": 24,
+            "vocab_size": 321,
+            "embedding_scale": 2.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": rope(500.0),
+        },
+        {"seed": 1},
+    ),
     "youtu": (
         "youtu",
         {

@@ -50,6 +50,16 @@ _NEMOTRON3 = {
     "moe_shared_expert_intermediate_size": 40,
 }
 
+_ZAMBA2 = {
+    "mamba_d_state": 24,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "num_key_value_heads": 4,
+    "adapter_rank": 12,
+    "tie_word_embeddings": True,  # otherwise transformers does not share the blocks either
+    "pad_token_id": 0,
+}
+
 STATES: dict[str, Variant] = {
     "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
     "falcon_mamba": ("falcon_mamba", {"time_step_rank": 12, "tie_word_embeddings": False}, {}),
@@ -154,6 +164,53 @@ STATES: dict[str, Variant] = {
             **_NEMOTRON3,
             "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
             "moe_latent_size": 40,
+            "vocab_size": 321,
+        },
+        {"seed": 1},
+    ),
+    "nemotron_h-puzzle": (
+        "nemotron_h",
+        {**_NEMOTRON3, "layer_types": ["linear_attention", "moe", "full_attention", "moe"], "vocab_size": 321},
+        {
+            "seed": 3,
+            "adds": {
+                "architectures": ["NemotronHPuzzleForCausalLM"],
+                "n_routed_experts": 2,  # what layers have instead is in their blocks; see REFERENCE_CONFIG
+                "moe_intermediate_size": 10,
+                "num_key_value_heads": 1,
+                "block_configs": [
+                    {"block_type": "mamba"},
+                    {
+                        "block_type": "moe",
+                        **{key: _NEMOTRON3[key] for key in ("n_routed_experts", "moe_intermediate_size")},
+                    },
+                    {"block_type": "attention", "num_key_value_heads": 2},
+                    {
+                        "block_type": "moe",
+                        **{key: _NEMOTRON3[key] for key in ("n_routed_experts", "moe_intermediate_size")},
+                    },
+                ],
+            },
+        },
+    ),
+    "zamba2": (
+        "zamba2",
+        {
+            **_ZAMBA2,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_mem_blocks": 2,
+            "use_mem_rope": True,
+        },
+        {},
+    ),
+    "zamba2-one-block": (
+        "zamba2",
+        {
+            **_ZAMBA2,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+            "mamba_ngroups": 1,
             "vocab_size": 321,
         },
         {"seed": 1},
