@@ -14,7 +14,7 @@ from quire.attention.triton.select import CELLS as _CELLS
 from quire.attention.triton.select import select
 from quire.ops.triton.attention import attend_kernel, prepare_kernel, store_kernel
 from quire.ops.triton.attention_work import merge_kernel, plan_kernel
-from quire.ops.triton.targets import INTERPRETED, precision
+from quire.ops.triton.targets import INTERPRETED, overlaps_launches, precision
 from quire.platform.gpu.cards import card_of
 
 _MOST_PARTS = 128  # of the keys of a tile
@@ -71,6 +71,9 @@ class TritonAttention(PreparingBackend):
         self._rest = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
         self._card = card_of(shape.device)
         self._tiles = choose_tiles(self._card, shape)
+        self._launch: dict[str, bool] = {}  # options of launches that may overlap with the one before
+        if overlaps_launches(self._card):
+            self._launch["launch_pdl"] = True
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -222,8 +225,10 @@ class TritonAttention(PreparingBackend):
             self._cell,
             self._card.has_float8,
             triton.next_power_of_2(s.head_dim),
+            bool(self._launch),
             num_warps=1,
             enable_fp_fusion=False,
+            **self._launch,
         )
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
@@ -294,10 +299,12 @@ class TritonAttention(PreparingBackend):
             precision(s.dtype),
             s.by_slot,
             bias is not None,
+            bool(self._launch),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=not s.batch_invariant,
             **self._registers(tile),
+            **self._launch,
         )
         if plan.partials:
             rows = plan.merges * plan.tokens
@@ -316,8 +323,10 @@ class TritonAttention(PreparingBackend):
                 triton.next_power_of_2(s.out_dim),
                 _MOST_PARTS,
                 16,
+                bool(self._launch),
                 num_warps=2,
                 enable_fp_fusion=True,  # never in batch-invariant steps
+                **self._launch,
             )
         return out, lse
 

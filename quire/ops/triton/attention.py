@@ -13,6 +13,7 @@ computes what, and merges the parts.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.float8 import from_float8, to_float8
 from quire.ops.triton.linear_kernels import multiplied
@@ -129,9 +130,13 @@ def prepare_kernel(
     CELL: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr = False,
 ):
     """One program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are
-    stored in the cache."""
+    stored in the cache. OVERLAPPED: see targets.overlaps_launches."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -296,6 +301,7 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr = False,
     BIASED: tl.constexpr = False,
+    OVERLAPPED: tl.constexpr = False,
 ):
     """One program for each item of the plan and group of query heads of a KV head.
 
@@ -304,8 +310,11 @@ def attend_kernel(
     latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
     are masked. SPLIT: whether the keys of a tile may be divided among items, which then write to `partial`. BY_SLOT:
     whether the table lists the slot of each key instead of blocks. BIASED: whether `bias`, indexed by the distance of a
-    key up to `reach`, is added to the scores.
+    key up to `reach`, is added to the scores. OVERLAPPED: see targets.overlaps_launches.
     """
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
     index = tl.program_id(0)
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts

@@ -17,6 +17,7 @@ prompt, which see the most keys, start first. The request of an unused item is -
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -136,9 +137,13 @@ def merge_kernel(
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     PART: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Programs share the tokens of all divided tiles, for one head each. A program adds up at most MOST partial
-    results, weighted by their sums. Partial results are [items, tokens of a tile, heads, DIM]."""
+    results, weighted by their sums. Partial results are [items, tokens of a tile, heads, DIM]. OVERLAPPED: see
+    targets.overlaps_launches."""
+    if OVERLAPPED:
+        gdc_wait()
     head = tl.program_id(1)
     merges = plan + (1 + items) * 4
     every = tl.arange(0, MOST)
