@@ -86,7 +86,29 @@ def ceilings(device: torch.device, small: bool) -> Figures:
     sum_s = clock(data.sum)
     copy_s = clock(lambda: data[:half].copy_(data[half:]))
     product_s = clock(lambda: a @ b)
-    return {"read_bytes_s": max(data.nbytes / sum_s, data.nbytes / copy_s), "bf16_flop_s": 2 * n**3 / product_s}
+    figures = {"read_bytes_s": max(data.nbytes / sum_s, data.nbytes / copy_s), "bf16_flop_s": 2 * n**3 / product_s}
+    return figures | strides(device, small)
+
+
+def strides(device: torch.device, small: bool) -> Figures:
+    """Return the bytes per second at which one layer's entries of random blocks are copied from a cache of 100 GB, in
+    both layouts (kv_cache_layout): at distances of 64 KiB and of 2 MiB, as with Llama-3.1-8B."""
+    entry, block = (64 << 10, 2 << 20)
+    most = 64 << 20 if small else 100_000_000_000
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        most = min(most, int(0.8 * torch.cuda.mem_get_info(device)[0]))
+    blocks = most // block
+    cache = torch.zeros(blocks * block // 8, dtype=torch.int64, device=device)
+    used = min(9216, blocks)  # 256 requests of 576 tokens
+    order = torch.randperm(blocks)[:used].to(device)
+    clock = Clock(device)
+    figures: Figures = {"strides_cache_bytes": cache.nbytes}
+    for name, distance in (("64_kib", entry), ("2_mib", block)):
+        entries = cache[: blocks * distance // 8].view(blocks, distance // 8)[:, : entry // 8]
+        seconds = clock(partial(torch.index_select, entries, 0, order))
+        figures[f"stride_{name}_bytes_s"] = 2 * used * entry / seconds
+    return figures
 
 
 # ---- attention

@@ -26,7 +26,7 @@ from quire.parallel.mesh import Communicator, join, open_meeting
 from quire.parallel.sizes import MeshSizes
 from quire.parallel.symmetric_sums import with_symmetric_sums
 
-SIZES = (2 << 10, 16 << 10, 64 << 10, 256 << 10, 4 << 20)  # bytes, of bfloat16
+SIZES = (2 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes, of bfloat16
 WAYS = {"cpu": ("shared memory", "Gloo"), "cuda": ("symmetric memory", "NCCL")}
 _IN_A_GRAPH = 20  # sums
 

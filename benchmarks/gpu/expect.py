@@ -96,12 +96,13 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
         import torch
 
         from benchmarks import gpu_figures as figures
-        from benchmarks.gpu.launches import Step, is_free, works
+        from benchmarks.gpu.launches import Step, is_free, plans_of, works
         from quire import LLM, SamplingParams
 
         gpu = torch.device("cuda", 0)
 
         def collect(name: str, launches: list[Any], step: Step) -> None:
+            step = replace(step, plans=step.plans or plans_of(launches))
             for card in cards:
                 traced = found[card][name] = Traced()
                 for launch in launches:
@@ -113,11 +114,11 @@ def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
                         traced.launches[key] = traced.launches.get(key, 0.0) + 1
 
         def attention(name: str, launches: list[Any], step: Step) -> None:
-            """The last attention."""
+            """The last attention, without its plan, which all layers of a model share."""
             kernels = [launch for launch in launches if launch.kernel is not None]
             last = [i for i, launch in enumerate(kernels) if "attend" in launch.name][-1]
             after = [launch for launch in kernels[last + 1 :] if "merge" in launch.name][:1]
-            collect(name, [kernels[last], *after], step)
+            collect(name, [kernels[last], *after], replace(step, plans=plans_of(kernels)))
 
         with device.traced() as launches:
             figures.decoding(gpu, 64, 4096, 32, 8)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from benchmarks.gpu.attention_work import Item, plan_items
 from benchmarks.gpu.machine_code import Loop, MachineCode, read
 from benchmarks.gpu.model import WARP, Work, estimate, resident_programs
 from benchmarks.gpu.rates import SMALL_PRODUCT_SHARE, Rates
@@ -43,10 +45,17 @@ _PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "at
 
 @dataclass(frozen=True)
 class Step:
-    """Information that a launch does not contain: each request's tokens in the step, and its length after the step."""
+    """Information that a launch does not contain: each request's tokens in the step, its length after the step, and the
+    launches that planned the attention, by the plan that they wrote (see `plans_of`)."""
 
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
+    plans: Mapping[int, Launch] = field(default_factory=dict)
+
+
+def plans_of(launches: Iterable[Launch]) -> dict[int, Launch]:
+    """Return the launches of plan_kernel."""
+    return {id(launch.arguments["plan"]): launch for launch in launches if launch.name == "plan_kernel"}
 
 
 def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
@@ -54,6 +63,8 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
     if launch.kernel is not None:
         if "attend" in launch.name:
             return [_attention(launch, rates, step)]
+        if launch.name == "merge_kernel":
+            return [_merging(launch, rates, step)]
         if launch.name == "_product" and launch.arguments["FORM"] == "dense" and not launch.arguments["EXPERTS"]:
             return [_product_of_few(launch, rates)]
         return [_simple(launch, rates)]
@@ -272,25 +283,17 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
     tokens = named["TOKENS"]
     keys = named["KEYS"]
     heads = named["q"].shape[1] // named["GROUP"]  # of keys and values
-    splits = max(1, named["splits"])
     parts = launch.grid[1] // heads
     inner = named["MAIN"] + named["REST"]
     columns = 1 << (named["OUT_DIM"] - 1).bit_length()
     cell = named["cache"].element_size()
     tile_bytes = keys * cell * (named["DIM"] if named["LATENT"] else named["DIM"] + named["OUT_DIM"])
-    programs = 0
-    tiles = 0.0
-    longest = 0.0
-    for count, length in zip(step.counts, step.lengths, strict=True):
-        for first in range(0, count, tokens):
-            needed = math.ceil(min(length, length - count + first + tokens) / keys)
-            each = math.ceil(needed / splits)
-            programs += math.ceil(needed / each)
-            tiles += needed
-            longest = max(longest, each)
-    programs = programs * heads * parts
-    tiles = tiles * heads * parts
-    average = tiles / programs
+    items = _items(launch, step)
+    programs = len(items) * heads * parts
+    average = sum(item.end - item.begin for item in items) / len(items)
+    longest = max(item.end - item.begin for item in items)
+    divided = sum(item.is_divided for item in items)
+    partial = divided * tokens * named["heads"] * named["OUT_DIM"] * 4  # bytes that merge_kernel reads
     loop = _main_loop(code)
     ways = _combined([(_outside(code), 1.0), (loop.instructions, average)], code.warps)
     is_synchronous = not code.products() & {"wgmma", "tcgen05"}
@@ -305,13 +308,51 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
         max(1, code.programs(rates.card)),
         longest=max(1.0, longest / average),
         moved=(once + queries) / programs,
-        cached=average * tile_bytes,
+        cached=average * tile_bytes + partial / programs,
         in_flight=in_flight,
         products=average * 2.0 * rows * keys * (inner + columns),
         synchronous=is_synchronous,
         streams=code.warps / 4 if is_synchronous else 1,
         is_prefetched=is_prefetched,
         **ways,
+    )
+
+
+def _items(launch: Launch, step: Step) -> list[Item]:
+    """Return the work items of a launch that reads a plan."""
+    how = step.plans[id(launch.arguments["plan"])].arguments
+    return plan_items(step.counts, step.lengths, *(how[name] for name in ("tokens", "keys", "parts", "fewest", "most")))
+
+
+def _merging(launch: Launch, rates: Rates, step: Step) -> Work:
+    """Return the work of adding up partial results, which were just written and are in the second-level cache."""
+    code = read(launch.kernel)
+    named = launch.arguments
+    divided = [item for item in _items(launch, step) if item.is_divided]
+    tiles = {(item.request, item.first) for item in divided}
+    rows = sum(min(named["tokens"], step.counts[request] - first) for request, first in tiles)
+    programs = math.prod(launch.grid)
+    turns = math.ceil(rows / launch.grid[0])  # rows of the program with the most
+    parts = len(divided) / max(1, len(tiles))
+    inner = max(code.loops, key=lambda loop: loop.bytes_loaded * loop.is_innermost)
+    share = rows / launch.grid[0]  # of an average program
+
+    def instructions(turns: float) -> list[tuple[Counter[str], float]]:
+        repeats = {id(inner): turns * math.ceil(parts / named["PART"])}
+        loops = [(loop.instructions, repeats.get(id(loop), turns)) for loop in code.loops]
+        return [(_outside(code), 1.0), *loops]
+
+    partial = parts * (named["DIM"] + 2) * 4
+    return Work(
+        launch.name,
+        programs,
+        max(1, code.programs(rates.card)),
+        cached=share * (partial + named["DIM"] * 2),
+        in_flight=float(named["PART"] * named["DIM"] * 4),
+        is_prefetched=False,
+        streams=code.warps / 4,
+        path=sum(executed.total() * times for executed, times in instructions(turns)),
+        **_combined(instructions(share), code.warps),
     )
 
 

@@ -140,9 +140,9 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     if work.longest > 1 and waves >= 1:  # programs of different lengths fill each other's gaps, up to the last ones
         average = wave(slots, resident)
         count = work.programs / slots
-        last = 0.5 * work.longest * _alone(work, rates)
-        body = count * average + last
-        parts["tail"] = last
+        last = work.longest * _alone(work, rates)  # it starts among the first
+        body = max(count * average + last / 2, last)
+        parts["tail"] = body - count * average
     else:
         full = wave(slots, resident) if waves else 0.0
         at_once = math.ceil(rest / processors)
@@ -167,8 +167,8 @@ def estimate(work: Work, rates: Rates) -> Estimate:
 
 
 def _alone(work: Work, rates: Rates) -> float:
-    """Return the seconds of an average program that is alone on its processor."""
-    return _computing(work, rates, 1)[0]
+    """Return the seconds of an average program that is alone on its processor: it computes, or waits for memory."""
+    return max(_computing(work, rates, 1)[0], max(work.cached, work.moved) / work.in_flight * MEMORY_LATENCY)
 
 
 def _bound(parts: dict[str, float], seconds: float) -> str:

@@ -132,8 +132,8 @@ class Selection:
 class CacheBackend(ABC):
     """Owns the layout of the cache entries of one kind of layer.
 
-    A block is a contiguous run of bytes with one entry for each layer of a KV group. A layer's cache is a view
-    of its entry in all blocks: [blocks, *block_shape], elements of cache_dtype, with stride(0) from block to block.
+    A block consists of bytes, with one entry for each layer of a KV group. A layer's cache is a view of its entry in
+    all blocks: [blocks, *block_shape], elements of cache_dtype, with stride(0) from block to block.
     """
 
     name: str
@@ -166,13 +166,17 @@ class CacheBackend(ABC):
         return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
     def view(self, memory: Tensor, entry_index: int) -> Tensor:
-        """Return a layer's cache: one entry of all blocks of `memory`, uint8 [blocks, bytes of a block]. All entries
-        have the same role."""
+        """Return a layer's cache: one entry of all blocks of `memory`, see `view_at`. All entries have the same
+        role."""
         return self.view_at(memory, entry_index * self.entry_bytes())
 
     def view_at(self, memory: Tensor, start: int) -> Tensor:
-        """Like `view`, for the entry that begins at byte `start` of each block."""
+        """Like `view`, for the entry that begins at byte `start` of each block. memory: uint8 [blocks, bytes of a
+        block], or [blocks, parts, bytes of a part] if the parts of a block are not adjacent (see KVMemory)."""
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize
+        if memory.dim() == 3:
+            part, start = divmod(start, memory.shape[2])
+            memory = memory[:, part]
         return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod

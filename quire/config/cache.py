@@ -21,6 +21,7 @@ class CacheConfig:
     gpu_memory_utilization: float = option(0.9, flags=("--device-memory-utilization",))
     num_gpu_blocks_override: int | None = None
     kv_cache_pretouch: bool = False
+    kv_cache_layout: Literal["layers_together", "layer_by_layer"] = "layers_together"
     pinned_prefix_share: float = 0.25
     kv_events_config: dict[str, Any] = option({}, json=True)
     kv_transfer_config: dict[str, Any] = option({}, json=True)

@@ -172,6 +172,7 @@ _CACHE = (
     Conflict(f.COMPRESSION, f.SINKS, "they take part in the scores"),
     Conflict(f.COMPRESSION, f.CHUNKS, "such a layer drops keys by their age"),
     Conflict(f.COMPRESSION, f.DIFFERENT_HEADS, "layers share the slices of a block"),
+    Conflict(f.COMPRESSION, f.LAYER_BY_LAYER, "layers share the slices of a block"),
     *_with_each(f.TRANSFER, (f.PREFILL_CONTEXT,), "prefill_context_parallel_size divides blocks"),
     *_with_each(f.TRANSFER, (f.DECODE_CONTEXT,), "decode_context_parallel_size divides blocks"),
     Conflict(f.TRANSFER, f.COMPRESSION, "kv_compression gives blocks another meaning"),
@@ -184,6 +185,12 @@ _CACHE = (
     ),
     Conflict(f.PRODUCER, f.SPANNING_REPLICA, "consumers look for all ranks at one address, and nnodes divides them"),
     Conflict(f.PRODUCER, f.RAY, "consumers must know where the ranks are, and Ray decides that"),
+    Conflict(
+        f.WHOLE_BLOCKS,
+        f.LAYER_BY_LAYER,
+        "these transports move whole blocks, whose bytes must be adjacent",
+        "choose kv_connector='QuireConnector', which exchanges blocks between both layouts",
+    ),
     Conflict(f.TRANSFER, f.RECURRENT, "engines exchange keys and values, but no states"),
 )
 _MEDIA = (

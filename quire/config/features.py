@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from quire.config.kv_transfer import CONNECTORS
+
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig, ServerConfig
 
@@ -116,6 +118,11 @@ def _produces(config: "EngineConfig") -> bool:
     return config.cache.transfer is not None and config.cache.transfer.produces
 
 
+def _moves_whole_blocks(config: "EngineConfig") -> bool:
+    transfer = config.cache.transfer
+    return transfer is not None and CONNECTORS[transfer.kv_connector] in (("nixl",), ("shared_memory",))
+
+
 def _spans_machines(config: "EngineConfig") -> bool:
     """Whether each machine has fewer ranks than a replica."""
     return config.parallel.data_parallel_size < config.cluster.nnodes
@@ -148,8 +155,10 @@ FLOAT16_CACHE = _engine("kv_cache_dtype='float16'", lambda c: c.cache.kv_cache_d
 INT8_CACHE = _engine("kv_cache_dtype='int8'", lambda c: c.cache.kv_cache_dtype == "int8")
 FP8_CACHE = _engine("kv_cache_dtype='fp8'", lambda c: c.cache.kv_cache_dtype == "fp8")
 COMPRESSION = _engine("kv_compression", lambda c: c.cache.compression is not None)
+LAYER_BY_LAYER = _engine("kv_cache_layout='layer_by_layer'", lambda c: c.cache.kv_cache_layout == "layer_by_layer")
 TRANSFER = _engine("kv_transfer_config", lambda c: c.cache.transfer is not None)
 PRODUCER = _engine("kv_transfer_config of a producer", _produces)
+WHOLE_BLOCKS = _engine("kv_transfer_config with NixlConnector or SharedMemoryConnector", _moves_whole_blocks)
 KV_EVENTS = _engine("kv_events_config", lambda c: c.cache.events is not None)
 TIERS = _engine("kv_offloading_size or kv_offloading_path", lambda c: c.cache.has_tiers)
 NO_PREFIX_CACHING = _engine("enable_prefix_caching", lambda c: not c.cache.enable_prefix_caching, Kind.MISSING)

@@ -18,8 +18,8 @@ from quire.executor.messages import as_data
 # Options that each machine sets for itself. All others must be the same.
 _OWN = {
     *OPTIONS[ClusterConfig], "model", "tokenizer", "download_dir", "hf_token", "chat_template",
-    "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_pretouch", "cpu_isa", "speculative_config",
-    "weight_cache", "weight_cache_size", "threads",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "kv_cache_pretouch", "kv_cache_layout", "cpu_isa",
+    "speculative_config", "weight_cache", "weight_cache_size", "threads",
 }  # fmt: skip
 _PIECES, _PIECE_BYTES = 256, 4096  # of a model's weights that are read
 _LONGEST_TEXT = 200

@@ -61,6 +61,10 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
         role's entry."""
         return [0, *accumulate(entry_bytes(entry.role) for entry in self.entries)]
 
+    def entry_sizes(self, entry_bytes: Callable[[str], int]) -> set[int]:
+        """Return the different numbers of bytes of the group's entries."""
+        return {entry_bytes(entry.role) for entry in self.entries}
+
     def page_bytes(self, entry_bytes: Callable[[str], int]) -> int:
         """Return the number of bytes of a block that this group uses."""
         return self.starts(entry_bytes)[-1]

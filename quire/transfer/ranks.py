@@ -40,7 +40,8 @@ def rank_store(
     assert path is not None
     secret = ClusterSecret.read(path)
     transports = CONNECTORS[options.kv_connector] or TRANSPORTS
-    nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
+    is_divided = config.cache.kv_cache_layout == "layer_by_layer"
+    nixl = NixlMemory.make(memory.blocks) if "nixl" in transports and not is_divided else None
     if transports == ("nixl",) and nixl is None:
         raise ConfigError(
             f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "

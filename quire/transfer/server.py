@@ -72,7 +72,8 @@ class BlockServer:
         self._rows = rows
         self._clock = clock
         self._most_connections = most_connections
-        self._num_blocks, self._block_bytes = rows.blocks.shape
+        self._num_blocks = len(rows.blocks)
+        self._block_bytes = rows.block_bytes
         file = None if handle is None else shared_file(handle)
         self._hello = Hello(name, layout, self._num_blocks, file, nixl)
         self._context = zmq.Context(_ENCRYPTING_THREADS)
@@ -169,10 +170,10 @@ class BlockServer:
 
     def _data(self, request: Read) -> Iterator[bytes]:
         ids = request.block_ids
-        if isinstance(self._rows, HostRows):
+        if isinstance(self._rows, HostRows) and self._rows.are_adjacent:
             yield from wire.frames(_runs(self._rows.blocks, ids, request))
             return
-        buffer = block_buffer(self._rows.blocks, len(ids))
+        buffer = block_buffer(self._rows, len(ids))
         span = slice(min(start for start, _ in request.runs), max(start + length for start, length in request.runs))
         for first in range(0, len(ids), len(buffer)):
             part = ids[first : first + len(buffer)]
@@ -206,11 +207,11 @@ def _runs(blocks: Tensor, indices: Iterable[int], request: Read) -> Iterator[mem
             yield view[index * size + start : index * size + start + length]
 
 
-def block_buffer(blocks: Tensor, most: int) -> Tensor:
+def block_buffer(rows: Rows, most: int) -> Tensor:
     """Allocate CPU memory for at most `most` blocks: uint8 [number, bytes of a block]. Buffers for a GPU's blocks are
     pinned; torch caches pinned memory for later buffers."""
-    number = max(1, min(most, BUFFER_BYTES // blocks.shape[1]))
-    return torch.empty(number, blocks.shape[1], dtype=torch.uint8, pin_memory=blocks.is_cuda)
+    number = max(1, min(most, BUFFER_BYTES // rows.block_bytes))
+    return torch.empty(number, rows.block_bytes, dtype=torch.uint8, pin_memory=rows.blocks.is_cuda)
 
 
 def boot_id() -> str:

@@ -202,12 +202,13 @@ class PeerStore(Store):
 
     def _read_layers(self, link: "_Link", rows: Rows, order: Transfer, layers: range) -> None:
         plan = link.plan(layers)
-        if isinstance(rows, HostRows) or link.reads_into_rows:
-            blocks = rows.blocks.numpy() if isinstance(rows, HostRows) else np.empty((0, 0), np.uint8)
+        fills_rows = isinstance(rows, HostRows) and rows.are_adjacent
+        if fills_rows or link.reads_into_rows:
+            blocks = rows.blocks.numpy() if fills_rows else np.empty((0, 0), np.uint8)
             self._fill(link, plan, order, range(len(order.keys)), order.block_ids, blocks)
             return
         # The parts of a block may come from several ranks, so whole blocks are assembled in CPU memory.
-        buffer = block_buffer(rows.blocks, len(order.keys))
+        buffer = block_buffer(rows, len(order.keys))
         for start in range(0, len(order.keys), len(buffer)):
             indices = range(start, min(start + len(buffer), len(order.keys)))
             self._fill(link, plan, order, indices, range(len(indices)), buffer.numpy())

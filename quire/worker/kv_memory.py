@@ -17,7 +17,10 @@ from quire.ops.memory import upload, zeros
 class KVMemory:
     """All blocks of one rank, as bytes. Block 0, the null block, is zero and belongs to no request.
 
-    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts returns the places of a KV group's entries.
+    blocks: uint8 [num_blocks, block_bytes]. KVCacheSpec.starts returns the places of a KV group's entries. If blocks
+    are divided into parts, one for each entry, it is [num_blocks, parts, bytes of a part], and the memory holds the
+    first part of all blocks, then the second part of all blocks, and so on. The parts of a block, one after the other,
+    are the bytes of the undivided block.
 
     Copies, reads and writes are ordered with the steps. They see the stores of all steps submitted before them, even if
     the device has not run these steps yet. All steps submitted after them see their writes. So copy a block before
@@ -25,17 +28,22 @@ class KVMemory:
     these methods from the thread that submits the steps.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, device: torch.device, shared: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_bytes: int, device: torch.device, shared: bool = False, parts: int = 1
+    ) -> None:
         """shared: whether other processes may map the blocks. They are then in an in-memory file, `handle`, if the
-        system supports such files."""
+        system supports such files and blocks are not divided. parts: of a block; 1 for undivided blocks."""
         self.handle: int | None = None
         # Zeros, since some entries are read although they were never stored, and 0 * NaN is NaN. These are entries of
         # the null block, which have weight 0 for tokens outside a window, and entries of tokens that a drafter has
         # missed.
-        if shared and hasattr(os, "memfd_create"):
+        if shared and parts == 1 and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
                 self.handle = os.memfd_create("quire-kv")
-        if self.handle is None:
+        if parts > 1:
+            by_part = zeros(parts, num_blocks, block_bytes // parts, dtype=torch.uint8, device=device)
+            self.blocks = by_part.transpose(0, 1)
+        elif self.handle is None:
             self.blocks = zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         else:
             self.blocks = self._mapped(self.handle, num_blocks * block_bytes).view(num_blocks, block_bytes)
@@ -62,18 +70,19 @@ class KVMemory:
 
     def read(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of these blocks, [len(block_ids), block_bytes]. Waits for the device."""
-        return self._words.index_select(0, self._index(block_ids)).cpu().view(torch.uint8).numpy()
+        words = self._words.index_select(0, self._index(block_ids)).flatten(1)
+        return words.cpu().view(torch.uint8).numpy()
 
     def write(self, block_ids: Sequence[int], data: bytes | memoryview | npt.NDArray[np.uint8]) -> None:
         """Fill these blocks with bytes that `read` returned, on this rank or on one with the same cache layout. Raises
         ValueError if the number of bytes does not match the blocks."""
         index = self._index(block_ids)
-        size = self.blocks.shape[1]
+        size = self.blocks[0].numel()
         received = np.frombuffer(data, np.uint8)
         if len(received) != len(index) * size:
             raise ValueError(f"{len(index)} blocks of {size} bytes cannot be filled with {len(received)} bytes")
         # Copied because the caller may change `data` before the device has read it, and torch needs writable memory.
-        words = received.reshape(len(index), size).copy().view(np.int64)
+        words = received.copy().view(np.int64).reshape(len(index), *self._words.shape[1:])
         self._words.index_copy_(0, index, upload(words, self.blocks.device))
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:

@@ -4,11 +4,13 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from quire.messages.transfers import Transfer
 from quire.observability.logging import logger
 
 WHOLE = slice(None)
+Bytes = TypeVar("Bytes", Tensor, npt.NDArray[np.uint8])
 
 
 def moment(device: torch.device) -> Callable[[], None]:
@@ -29,6 +32,24 @@ def moment(device: torch.device) -> Callable[[], None]:
     return submitted.synchronize
 
 
+def matching(block: Bytes, data: Bytes, span: slice) -> Iterator[tuple[Bytes, Bytes]]:
+    """Yield the memory of the block's bytes within the span, and the same bytes of `data`, in as many pieces as the
+    block's memory has. block: [block_bytes] or [parts, bytes of a part], see KVMemory. data: [block_bytes]."""
+    if block.ndim == 1:
+        yield block[span], data[span]
+        return
+    if span == WHOLE:
+        yield block, data.reshape(block.shape)
+        return
+    parts, size = block.shape
+    first, stop, _ = span.indices(parts * size)
+    for part in range(first // size, -(-stop // size)):
+        start = part * size
+        begin = max(first, start)
+        end = min(stop, start + size)
+        yield block[part, begin - start : end - start], data[begin:end]
+
+
 class Rows(ABC):
     """Copies single blocks between a rank's KV cache and tensors in CPU memory, on any thread.
 
@@ -36,8 +57,14 @@ class Rows(ABC):
     """
 
     def __init__(self, blocks: Tensor) -> None:
-        """blocks: uint8 [num_blocks, block_bytes], see KVMemory."""
+        """blocks: uint8, see KVMemory."""
         self.blocks = blocks
+        self.block_bytes = blocks[0].numel()
+
+    @property
+    def are_adjacent(self) -> bool:
+        """Whether the bytes of a block are adjacent in memory, and follow those of the block before."""
+        return self.blocks.dim() == 2
 
     @staticmethod
     def of(blocks: Tensor) -> "Rows":
@@ -74,11 +101,13 @@ class HostRows(Rows):
 
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
-            np.copyto(target.numpy()[span], self._rows[block_id, span])
+            for stored, copied in matching(self._rows[block_id], target.numpy(), span):
+                np.copyto(copied, stored)
 
     def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, source in zip(block_ids, sources, strict=True):
-            np.copyto(self._rows[block_id, span], source.numpy()[span])
+            for stored, given in matching(self._rows[block_id], source.numpy(), span):
+                np.copyto(stored, given)
 
 
 class DeviceRows(Rows):
@@ -107,13 +136,15 @@ class DeviceRows(Rows):
     def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         with torch.cuda.stream(self._stream):
             for block_id, target in zip(block_ids, targets, strict=True):
-                target[span].copy_(self.blocks[block_id, span], non_blocking=True)
+                for stored, copied in matching(self.blocks[block_id], target, span):
+                    copied.copy_(stored, non_blocking=True)
         self._stream.synchronize()
 
     def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
         with torch.cuda.stream(self._stream):
             for block_id, source in zip(block_ids, sources, strict=True):
-                self.blocks[block_id, span].copy_(source[span], non_blocking=True)
+                for stored, given in matching(self.blocks[block_id], source, span):
+                    stored.copy_(given, non_blocking=True)
         self._stream.synchronize()
 
 

@@ -114,7 +114,7 @@ def test_parts_of_the_keys_are_merged(new):
     backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
     backend._card = replace(backend._card, processors=6)
     world = World(backend, [(0, new), (380, new)])
-    assert backend.plan(world.layout(world.requests)).splits == 3
+    assert backend.plan(world.layout(world.requests)).work[0, :2].tolist() == [3, 1]
     world.check()
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))
 

@@ -44,6 +44,11 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.COMPRESSION: {"kv_compression": {"ratio": 2}},
     f.TRANSFER: {"kv_transfer_config": {"kv_role": "kv_consumer"}, "cluster_secret_file": "secret"},
     f.PRODUCER: {"kv_transfer_config": {"kv_role": "kv_producer"}, "cluster_secret_file": "secret"},
+    f.LAYER_BY_LAYER: {"kv_cache_layout": "layer_by_layer"},
+    f.WHOLE_BLOCKS: {
+        "kv_transfer_config": {"kv_role": "kv_consumer", "kv_connector": "NixlConnector"},
+        "cluster_secret_file": "secret",
+    },
     f.KV_EVENTS: {"kv_events_config": {"enable_kv_cache_events": True}},
     f.TIERS: {"kv_offloading_size": 1},
     f.NO_PREFIX_CACHING: {"enable_prefix_caching": False},
@@ -218,7 +223,7 @@ ALLOWED = {
     "a file of the checkpoint, or a value that it bounds": """checkpoints/config_fields.py checkpoints/formats/config.py
         engine/frontend.py models/description.py models/heads/load.py models/heads/resolve.py models/pooling.py
         models/stages.py models/transformers_backend/load.py multimodal/processor.py worker/context.py
-        worker/drafters/load.py worker/runner.py""",
+        worker/assembly/loading.py worker/drafters/load.py worker/runner.py""",
     "a file or an address that cannot be used": """cli/flags.py cluster/addresses.py cluster/head.py cluster/secret.py
         engine/cores.py engine/kv_events.py server/access_log.py server/listening.py server/response_store.py
         transfer/link.py transfer/ranks.py worker/tiers.py""",

@@ -138,14 +138,14 @@ def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
     printed = run_on_stand_in("""
         import torch
         from benchmarks import gpu_figures
-        from benchmarks.gpu.launches import Step, works
+        from benchmarks.gpu.launches import Step, plans_of, works
         from benchmarks.gpu.model import estimate
         from benchmarks.gpu.rates import RATES
         with device.traced() as launches:
             gpu_figures.decoding(torch.device("cuda", 0), 64, 4096, 32, 8)
         attend = next(launch for launch in launches if launch.kernel is not None and "attend" in launch.name)
         for length in (4096, 8192):
-            (work,) = works(attend, RATES["H100"], Step((1,) * 64, (length,) * 64))
+            (work,) = works(attend, RATES["H100"], Step((1,) * 64, (length,) * 64, plans_of(launches)))
             found = estimate(work, RATES["H100"])
             print(found.bound, found.seconds * RATES["H100"].bandwidth / (64 * length * 8 * 128 * 4))
     """)
@@ -188,3 +188,17 @@ def test_the_stored_figures_have_what_the_suite_compares() -> None:
             assert all(kernel["seconds"] > 0 and kernel["launches"] > 0 for kernel in figure["kernels"])
         assert figures["llama-3-8b, one stream, share of its limit"]["value"] >= 75
         assert figures["decode attention, 64 x 4096"]["kernels"][0]["name"] == "attend_kernel"
+
+
+@pytest.mark.nightly
+def test_a_long_request_among_short_ones_costs_no_more_than_equally_long_ones() -> None:
+    printed = run_on_stand_in("""
+        from benchmarks.gpu.skew import compare
+        for card in ("H200", "H100"):
+            for found in compare(card, device):
+                print(found.ratio, found.undivided / found.even)
+    """)
+    for line in printed.splitlines():
+        ratio, undivided = (float(value) for value in line.split())
+        assert 1 <= ratio <= 1.15
+        assert undivided > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Group(Communicator):
-    """Two ranks, of which the other one does what this one does."""
+    """Ranks of which the others do what this one does."""
 
     def minimum(self, value: int) -> int:
         return value
@@ -30,43 +31,97 @@ GROUP: Any = Group(0, 2, SimpleNamespace(group_name="tp"), capturable=True)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Two GPUs that can read each other's memory. Its fields are changed by tests."""
-    machine = SimpleNamespace(peers=True, sums=lambda x: 2 * x, met=[], summed=[])
+    """Two GPUs that can read each other's memory. Its fields are changed by tests. used: the sums, by kernel."""
+    machine = SimpleNamespace(peers=True, sums=lambda x: 2 * x, met=[], summed=[], used=[], multicast=0)
 
-    def add_up(shown: Tensor, operation: str, name: str, out: Tensor) -> None:
+    def add_up(kernel: str, shown: Tensor, operation: str, name: str, out: Tensor) -> None:
         assert (operation, name) == ("sum", "tp")
         assert shown.untyped_storage().data_ptr() == machine.met[0].untyped_storage().data_ptr()
         assert shown.shape == out.shape
         machine.summed.append(out.shape)
+        machine.used.append(kernel)
         out.copy_(machine.sums(shown))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: machine.peers)
     monkeypatch.setattr(memory, "empty", lambda *size, dtype, device: torch.empty(*size, dtype=dtype, device=device))
-    monkeypatch.setattr(memory, "rendezvous", lambda buffer, group: machine.met.append(buffer))
-    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_out", add_up, raising=False)
+
+    def meet(buffer: Tensor, group: Any) -> SimpleNamespace:
+        machine.met.append(buffer)
+        return SimpleNamespace(multicast_ptr=machine.multicast)
+
+    monkeypatch.setattr(memory, "rendezvous", meet)
+    for name in ("one_shot_all_reduce_out", "two_shot_all_reduce_out"):
+        monkeypatch.setattr(torch.ops.symm_mem, name, partial(add_up, name), raising=False)
+    in_place = partial(add_up, "multimem_all_reduce_")
+    monkeypatch.setattr(
+        torch.ops.symm_mem, "multimem_all_reduce_", lambda x, how, name: in_place(x, how, name, x), raising=False
+    )
     return machine
 
 
-def test_small_sums_take_symmetric_memory_and_others_take_nccl(machine: SimpleNamespace) -> None:
+def ones(rows: int) -> Tensor:
+    return torch.ones(rows, 4096, dtype=torch.bfloat16)
+
+
+def test_the_kernel_depends_on_the_size(machine: SimpleNamespace) -> None:
     group = with_symmetric_sums(GROUP, CPU, torch.bfloat16)
     assert isinstance(group.shortcut, SymmetricSums)
     assert group.capturable
     machine.summed.clear()
-    x = torch.ones(32, 4096, dtype=torch.bfloat16)  # just as large as the buffer
-    assert group.all_reduce(x) is x
-    assert bool((x == 2).all())
-    assert machine.summed == [(32, 4096)]
+    machine.used.clear()
+    for rows in (32, 33, 4096):  # 256 KiB, more, and as large as the buffer
+        x = ones(rows)
+        assert group.all_reduce(x) is x
+        assert bool((x == 2).all())
+    assert machine.summed == [(32, 4096), (33, 4096), (4096, 4096)]
+    assert machine.used == ["one_shot_all_reduce_out", "two_shot_all_reduce_out", "two_shot_all_reduce_out"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "multicast", "kernels"),
+    [
+        (2, 7, ["one_shot_all_reduce_out", "two_shot_all_reduce_out"]),
+        (4, 7, ["one_shot_all_reduce_out", "multimem_all_reduce_"]),
+        (6, 7, ["one_shot_all_reduce_out", "multimem_all_reduce_"]),
+        (8, 0, ["one_shot_all_reduce_out", "two_shot_all_reduce_out"]),
+        (6, 0, ["one_shot_all_reduce_out"]),  # torch has no kernel for larger tensors
+    ],
+)
+def test_larger_sums_take_multicast_memory_or_two_shots(machine, ranks, multicast, kernels) -> None:
+    machine.sums, machine.multicast = (lambda x: ranks * x), multicast
+    group = with_symmetric_sums(Group(0, ranks, SimpleNamespace(group_name="tp"), capturable=True), CPU, torch.bfloat16)
+    machine.used.clear()
+    supported = [group.shortcut.all_reduce(ones(rows)) for rows in (1, 64)]
+    assert machine.used == kernels
+    assert supported == [True, len(kernels) == 2]
+
+
+def test_wrong_larger_sums_are_left_to_nccl(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", fails)
+    with caplog.at_level(logging.INFO, logger="quire"):
+        group = with_symmetric_sums(GROUP, CPU, torch.bfloat16)
+    assert "above 256 KiB with NCCL: no such driver" in caplog.text
+    assert group.shortcut.all_reduce(ones(32))
+    assert not group.shortcut.all_reduce(ones(33))
+
+
+def test_nccl_computes_the_sums_that_are_not_supported(machine: SimpleNamespace) -> None:
+    group = with_symmetric_sums(GROUP, CPU, torch.bfloat16)
+    machine.summed.clear()
     for other in (
-        torch.ones(33, 4096, dtype=torch.bfloat16),
+        ones(4097),
+        ones(8).view(-1)[4:132],  # not aligned
         torch.ones(32, 8),  # another type
         torch.ones(3, 5, dtype=torch.bfloat16),  # no multiple of 16 bytes
         torch.ones(16, 16, dtype=torch.bfloat16).t()[1:],
         torch.ones(8, 8, dtype=torch.bfloat16, device="meta"),
     ):
         assert not group.shortcut.all_reduce(other)
-    assert len(machine.summed) == 1
+    assert not machine.summed
 
 
 def fails(*arguments: Any, **options: Any) -> Any:

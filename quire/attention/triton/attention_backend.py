@@ -12,21 +12,26 @@ from quire.attention.cells import SCALE_BYTES
 from quire.attention.tiles import Tile, choose_tiles
 from quire.attention.triton.select import CELLS as _CELLS
 from quire.attention.triton.select import select
-from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
-from quire.ops.triton.targets import INTERPRETED, precision
+from quire.ops.triton.attention import attend_kernel, prepare_kernel, store_kernel
+from quire.ops.triton.attention_work import merge_kernel, plan_kernel
+from quire.ops.triton.targets import INTERPRETED, overlaps_launches, precision
 from quire.platform.gpu.cards import card_of
 
-_MOST_SPLITS = 64
-_FEWEST_KEYS = 128  # in a split
-_BUSY = 0.85  # minimum utilization of the multiprocessors, if all programs take equally long
+_MOST_PARTS = 128  # of the keys of a tile
+_FEWEST_KEYS = 128  # in a part
+_PARTS_PER_PROGRAM = 2  # parts of the step's work for each program that runs at once: the last ones end together
+_UNDIVIDED = 1 << 30
+_MERGING = 16  # programs of merge_kernel on a multiprocessor
+_BLOCK = 256  # tiles that are planned at once
 
 
 @dataclass
 class TritonPlan:
     """How a step is divided. heads, tokens: their numbers in a tile's rows. tiles: an upper bound of the number of
-    tiles. splits: the number of parts of a request's keys.
+    tiles. one_tile: whether the rows of a request's tokens fit one tile.
 
-    one_tile: whether the rows of a request's tokens fit one tile.
+    work: the plan that attention_work.py describes, with `items` rows of items. partials: an upper bound of the number
+    of items of divided tiles; 0 if no tile can be divided. merges: of divided tiles. parts: see plan_kernel.
     """
 
     layout: StepLayout
@@ -34,8 +39,12 @@ class TritonPlan:
     heads: int
     tokens: int
     tiles: int
-    splits: int = 1
-    one_tile: bool = False
+    one_tile: bool
+    items: int
+    partials: int
+    merges: int
+    parts: int
+    work: Tensor
 
 
 class TritonAttention(PreparingBackend):
@@ -62,6 +71,9 @@ class TritonAttention(PreparingBackend):
         self._rest = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
         self._card = card_of(shape.device)
         self._tiles = choose_tiles(self._card, shape)
+        self._launch: dict[str, bool] = {}  # options of launches that may overlap with the one before
+        if overlaps_launches(self._card):
+            self._launch["launch_pdl"] = True
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -78,6 +90,7 @@ class TritonAttention(PreparingBackend):
             for name in ("query_start_loc", "seq_lens", "slot_mapping"):
                 getattr(previous.layout, name).copy_(getattr(layout, name), non_blocking=True)
             previous.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
+            self._divide(previous)
             return previous
         tokens = len(layout.slot_mapping)
         requests = len(layout.seq_lens)
@@ -87,23 +100,53 @@ class TritonAttention(PreparingBackend):
             if needed <= 2 * self._tiles.few.rows:
                 tile = self._tiles.few
             tile = replace(tile, rows=max(self._tiles.few.rows, triton.next_power_of_2(needed)))
-            longest = layout.block_table.shape[1] * (1 if self.shape.by_slot else self.shape.block_size)
-            splits = self._splits(requests, longest)
-            return TritonPlan(layout, tile, self._group, layout.tokens_per_request, requests, splits, True)
+            return self._planned(layout, tile, self._group, layout.tokens_per_request, requests, True)
         heads = triton.cdiv(self._group, triton.cdiv(self._group, tile.rows))
         tile_tokens = tile.rows // heads
-        return TritonPlan(layout, tile, heads, tile_tokens, tokens // tile_tokens + requests)
+        return self._planned(layout, tile, heads, tile_tokens, tokens // tile_tokens + requests, False)
 
-    def _splits(self, requests: int, longest: int) -> int:
-        """Return the number of parts of the keys that keeps all multiprocessors busy, even when few programs are
-        left."""
+    def _planned(
+        self, layout: StepLayout, tile: Tile, heads: int, tokens: int, tiles: int, one_tile: bool
+    ) -> TritonPlan:
+        """Return a plan with enough items for any lengths of the requests. See TritonPlan for the arguments.
+
+        A tile with more than a part's share of the keys is divided. So there are fewer divided tiles than parts, and
+        they have fewer than twice as many items.
+        """
+        longest = layout.block_table.shape[1] * (1 if self.shape.by_slot else self.shape.block_size)
+        most = min(_MOST_PARTS, triton.cdiv(longest, _FEWEST_KEYS))
+        is_divided = most > 1 and not self.shape.batch_invariant
         slots = self._tiles.programs * self._card.processors
-        programs = max(1, requests * self.shape.num_kv_heads)
-        most = max(1, min(_MOST_SPLITS, longest // _FEWEST_KEYS))
-        fewest = min(most, triton.cdiv(slots, programs))
-        shares = [n * programs / (triton.cdiv(n * programs, slots) * slots) for n in range(1, most + 1)]
-        good = (n for n in range(fewest, min(fewest + 8, most + 1)) if shares[n - 1] >= _BUSY)
-        return next(good, fewest)
+        programs = self.shape.num_kv_heads * triton.cdiv(self._group, heads)  # of an item
+        parts = max(1, _PARTS_PER_PROGRAM * slots // programs) if is_divided else 0
+        items = min(tiles + parts, tiles * most)
+        partials = min(2 * parts, items)
+        merges = min(parts, tiles)
+        work = torch.empty(1 + items + merges, 4, dtype=torch.int32, device=layout.seq_lens.device)
+        plan = TritonPlan(layout, tile, heads, tokens, tiles, one_tile, items, partials, merges, parts, work)
+        self._divide(plan)
+        return plan
+
+    def _divide(self, plan: TritonPlan) -> None:
+        """Write the plan's work items for the lengths that its layout has now."""
+        layout = plan.layout
+        plan_kernel[(1,)](
+            plan.work,
+            layout.query_start_loc,
+            layout.seq_lens,
+            len(layout.seq_lens),
+            plan.tiles,
+            plan.items,
+            max(1, plan.parts),
+            max(1, _FEWEST_KEYS // plan.tile.keys) if plan.parts else _UNDIVIDED,
+            _MOST_PARTS,
+            plan.tokens,
+            plan.tile.keys,
+            plan.one_tile,
+            _BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
     def _registers(self, tile: Tile) -> dict[str, int]:
         """Return the option that limits registers. Prompts use it only on cards where products leave their results in
@@ -182,8 +225,10 @@ class TritonAttention(PreparingBackend):
             self._cell,
             self._card.has_float8,
             triton.next_power_of_2(s.head_dim),
+            bool(self._launch),
             num_warps=1,
             enable_fp_fusion=False,
+            **self._launch,
         )
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
@@ -203,20 +248,21 @@ class TritonAttention(PreparingBackend):
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         partial: Any = out
         partial_lse: Any = lse
-        if plan.splits > 1:
-            partial = torch.empty(tokens, heads, plan.splits, s.out_dim, dtype=torch.float32, device=q.device)
-            partial_lse = torch.empty(tokens, heads, plan.splits, dtype=torch.float32, device=q.device)
+        if plan.partials:
+            partial = torch.empty(plan.partials, plan.tokens, heads, s.out_dim, dtype=torch.float32, device=q.device)
+            partial_lse = torch.empty(plan.partials, plan.tokens, heads, dtype=torch.float32, device=q.device)
         if not tokens:
             return out, lse
         tile = plan.tile
         parts = triton.cdiv(self._group, plan.heads)
-        attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
+        attend_kernel[(plan.items, s.num_kv_heads * parts)](
             out,
             lse,
             partial,
             partial_lse,
             q,
             cache,
+            plan.work,
             layout.block_table,
             layout.query_start_loc,
             layout.seq_lens,
@@ -226,8 +272,6 @@ class TritonAttention(PreparingBackend):
             q.stride(0),
             q.stride(1),
             layout.block_table.stride(0),
-            len(layout.seq_lens),
-            plan.splits,
             heads,
             scores["scale"],
             soft_cap or 1.0,
@@ -251,28 +295,38 @@ class TritonAttention(PreparingBackend):
             plan.tokens,
             tile.keys,
             plan.one_tile,
-            plan.splits > 1,
+            plan.partials > 0,
             precision(s.dtype),
             s.by_slot,
             bias is not None,
+            bool(self._launch),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=not s.batch_invariant,
             **self._registers(tile),
+            **self._launch,
         )
-        if plan.splits > 1:
-            merge_kernel[(tokens * heads,)](
+        if plan.partials:
+            rows = plan.merges * plan.tokens
+            programs = max(1, _MERGING * self._card.processors // heads)  # of a head
+            merge_kernel[(min(rows, programs), heads)](
                 out,
                 lse,
                 partial,
                 partial_lse,
-                plan.splits,
+                plan.work,
+                layout.query_start_loc,
+                plan.items,
+                plan.tokens,
+                heads,
                 s.out_dim,
                 triton.next_power_of_2(s.out_dim),
-                _MOST_SPLITS,
+                _MOST_PARTS,
                 16,
-                num_warps=4,
-                enable_fp_fusion=not s.batch_invariant,
+                bool(self._launch),
+                num_warps=2,
+                enable_fp_fusion=True,  # never in batch-invariant steps
+                **self._launch,
             )
         return out, lse
 

@@ -7,15 +7,16 @@ block also holds the entries of other layers, so block_stride is the number of e
 
 A program computes one tile. The tile's rows are the query heads of one KV head, for a few neighbouring tokens of one
 request (GQA packed into the tile, as in FlashInfer, arXiv:2501.01005). It computes an online softmax (arXiv:2205.14135)
-over the request's keys, or over one of several parts of them (arXiv:2311.01282). The kernel finds the request of a tile
-itself, so a launch depends only on the numbers of tokens and requests, as CUDA graphs require.
+over the request's keys, or over one of several parts of them (arXiv:2311.01282). attention_work.py plans which program
+computes what, and merges the parts.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.float8 import from_float8, to_float8
-from quire.ops.triton.linear_kernels import multiplied, part_of
+from quire.ops.triton.linear_kernels import multiplied
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -129,9 +130,13 @@ def prepare_kernel(
     CELL: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr = False,
 ):
     """One program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are
-    stored in the cache."""
+    stored in the cache. OVERLAPPED: see targets.overlaps_launches."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -237,9 +242,20 @@ def biases(tables, distance, reach, exists):
     return tl.load(tables + tl.minimum(tl.maximum(distance, -reach), reach) + reach, mask=exists, other=0.0)
 
 
+@triton.jit
+def _write(to, to_sums, row, is_row, values, values_rest, sums, main, rest, OUT_DIM: tl.constexpr, REST: tl.constexpr):
+    """Write the results of a tile's rows. rest, values_rest: ignored if REST is False."""
+    dtype: tl.constexpr = to.dtype.element_ty
+    mask = is_row[:, None] & (main < OUT_DIM)[None, :]
+    tl.store(to + row[:, None] * OUT_DIM + main[None, :], values.to(dtype), mask=mask)
+    if REST:
+        mask = is_row[:, None] & (rest < OUT_DIM)[None, :]
+        tl.store(to + row[:, None] * OUT_DIM + rest[None, :], values_rest.to(dtype), mask=mask)
+    tl.store(to_sums + row, sums, mask=is_row)
+
+
 @triton.jit(
-    do_not_specialize=["requests", "splits", "table_stride"],
-    do_not_specialize_on_alignment=["block_table", "starts", "lengths"],
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["plan", "block_table", "starts", "lengths"]
 )
 def attend_kernel(
     out,
@@ -248,6 +264,7 @@ def attend_kernel(
     partial_lse,
     q,
     cache,
+    plan,
     block_table,
     starts,
     lengths,
@@ -257,8 +274,6 @@ def attend_kernel(
     q_stride,
     q_head_stride,
     table_stride,
-    requests,
-    splits,
     heads,
     scale,
     soft_cap,
@@ -286,27 +301,33 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     BY_SLOT: tl.constexpr = False,
     BIASED: tl.constexpr = False,
+    OVERLAPPED: tl.constexpr = False,
 ):
-    """One program for each tile, group of query heads of a KV head, and part of the keys.
+    """One program for each item of the plan and group of query heads of a KV head.
 
     A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
     split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
     latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
-    are masked. BY_SLOT: whether the table lists the slot of each key instead of blocks. BIASED: whether `bias`, indexed
-    by the distance of a key up to `reach`, is added to the scores.
+    are masked. SPLIT: whether the keys of a tile may be divided among items, which then write to `partial`. BY_SLOT:
+    whether the table lists the slot of each key instead of blocks. BIASED: whether `bias`, indexed by the distance of a
+    key up to `reach`, is added to the scores. OVERLAPPED: see targets.overlaps_launches.
     """
-    # The last tiles of a prompt see the most keys. They start first, so that no long tile is left at the end.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    split = tl.program_id(2)
+    if OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = tl.program_id(0)
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts
     part = tl.program_id(1) % parts
-    request = tile if ONE_TILE else part_of(starts, tile, requests, TOKENS)
+    item = plan + (1 + index) * 4
+    request = tl.load(item)
+    if request < 0:
+        return
+    first = tl.load(item + 1)  # counts the request's tokens in this step
+    first_key = tl.load(item + 2)
+    end_key = tl.load(item + 3)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
-    first = 0 if ONE_TILE else (tile - start // TOKENS - request) * TOKENS  # counts the request's tokens in this step
-    if first >= count:
-        return
     length = tl.load(lengths + request)
     cached = length - count
 
@@ -329,9 +350,8 @@ def attend_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(cached + first - window + 1, 0) // KEYS * KEYS
-    each = tl.cdiv(tl.cdiv(end - begin, KEYS), splits)
-    from_key = begin + split * each * KEYS
-    to_key = tl.minimum(from_key + each * KEYS, end)
+    from_key = tl.maximum(first_key, begin)
+    to_key = tl.minimum(end_key, end)
     whole_from = from_key
     whole_to = from_key
     if not ONE_TILE:
@@ -343,7 +363,7 @@ def attend_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)  # as exponents of two
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
-        if split == 0:
+        if first_key == 0:
             top = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
     values = tl.zeros([ROWS, MAIN], tl.float32)
@@ -437,52 +457,21 @@ def attend_kernel(
                     values_rest = multiplied(weights, v, values_rest * shrink[:, None], PRECISION)
                 top = new_top
 
-    row = (start + token).to(tl.int64) * heads + head
     shares = 1.0 / tl.where(total > 0, total, 1.0)
     log_sum = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-    if SPLIT:
-        to = partial
-        to_sums = partial_lse
-        row = row * splits + split
-    else:
-        to = out
-        to_sums = lse
-        log_sum *= LN_2
-    result: tl.constexpr = tl.float32 if SPLIT else dtype
-    mask = is_row[:, None] & (main < OUT_DIM)[None, :]
-    tl.store(to + row[:, None] * OUT_DIM + main[None, :], (values * shares[:, None]).to(result), mask=mask)
+    values = values * shares[:, None]
+    others = values
+    columns = main
+    if REST > 0:
+        columns = rest
     if rest_values:
-        mask = is_row[:, None] & (rest < OUT_DIM)[None, :]
-        tl.store(to + row[:, None] * OUT_DIM + rest[None, :], (values_rest * shares[:, None]).to(result), mask=mask)
-    tl.store(to_sums + row, log_sum, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def merge_kernel(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    splits,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """One program for each token and head. It adds up at most MOST partial results, weighted by their sums."""
-    row = tl.program_id(0).to(tl.int64) * splits
-    every = tl.arange(0, MOST)
-    columns = tl.arange(0, BLOCK)
-    sums = tl.load(partial_lse + row + every, mask=every < splits, other=float("-inf"))
-    top = tl.max(sums)
-    total = tl.sum(tl.exp2(sums - top))
-    merged = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, splits, PART):
-        split = begin + tl.arange(0, PART)
-        weights = tl.exp2(tl.load(partial_lse + row + split, mask=split < splits, other=float("-inf")) - top)
-        mask = (split < splits)[:, None] & (columns < DIM)[None, :]
-        parts = tl.load(partial + (row + split)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-        merged += tl.sum(parts * weights[:, None], 0)
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(out + row * DIM + columns, (merged / total).to(out.dtype.element_ty), mask=columns < DIM)
-    tl.store(lse + row, (top + tl.log2(total)) * LN_2)
+        others = values_rest * shares[:, None]
+    is_partial = False
+    if SPLIT:
+        is_partial = index < tl.load(plan)
+        if is_partial:
+            row = (index * TOKENS + token - first).to(tl.int64) * heads + head
+            _write(partial, partial_lse, row, is_row, values, others, log_sum, main, columns, OUT_DIM, rest_values)
+    if not is_partial:
+        row = (start + token).to(tl.int64) * heads + head
+        _write(out, lse, row, is_row, values, others, log_sum * LN_2, main, columns, OUT_DIM, rest_values)

@@ -5,6 +5,7 @@ import triton
 
 from quire.ops.registry import Target
 from quire.ops.triton.cache import use_default_folder
+from quire.platform.gpu.cards import Card
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if not INTERPRETED:
@@ -16,6 +17,13 @@ def precision(dtype: torch.dtype) -> str:
     if INTERPRETED:
         return "interpreted"
     return "ieee" if dtype is torch.float32 else "tf32"
+
+
+def overlaps_launches(card: Card) -> bool:
+    """Return whether kernels that follow each other use programmatic dependent launch: the programs of the next kernel
+    start while the last ones of this kernel run, and wait (`gdc_wait`) until its results are complete. This hides the
+    time between two launches. Hopper and later cards of NVIDIA support it."""
+    return isinstance(card.capability, int) and card.capability >= 90 and card.backend == "cuda" and not INTERPRETED
 
 
 def on_gpu(target: Target) -> bool:

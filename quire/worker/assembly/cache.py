@@ -84,6 +84,7 @@ def _free_on_host(config: EngineConfig, mesh: Mesh, loaded: LoadedRank) -> int:
 def _allocate(config: EngineConfig, loaded: LoadedRank, num_blocks: int, device: torch.device) -> KVMemory:
     transfer = config.cache.transfer
     shared = device.type == "cpu" and transfer is not None and transfer.produces
-    kv_memory = KVMemory(num_blocks, loaded.block_bytes, device, shared)
+    parts = loaded.parts_of_a_block() if config.cache.kv_cache_layout == "layer_by_layer" else 1
+    kv_memory = KVMemory(num_blocks, loaded.block_bytes, device, shared, parts)
     loaded.bind_cache(kv_memory.blocks)
     return kv_memory

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.checkpoints.weights import Checkpoint
-from quire.config.engine import EngineConfig
+from quire.config.engine import ConfigError, EngineConfig
 from quire.layers.lora import AdapterSlots
 from quire.models.kv_groups import KVGroups
 from quire.models.load import load_model
@@ -48,6 +48,22 @@ class LoadedRank:
         """The bytes of a block, including those of the drafter, which come last."""
         return self.plan.page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
 
+    def parts_of_a_block(self) -> int:
+        """Return the number of entries in a block if all of them are equally large, also those of the drafter.
+
+        Raises ConfigError if they are not.
+        """
+        sizes = {size for group in self.plan.groups for size in group.spec.entry_sizes(group.backend.entry_bytes)}
+        if self.drafter is not None:
+            sizes |= self.drafter.entry_sizes
+        if len(sizes) > 1:
+            listed = ", ".join(str(size) for size in sorted(sizes))
+            raise ConfigError(
+                f"kv_cache_layout='layer_by_layer' needs equally large entries of all layers, but those of this model "
+                f"have {listed} bytes in a block; use layers_together"
+            )
+        return self.block_bytes // sizes.pop() if sizes else 1
+
     @property
     def backends(self) -> list[CacheBackend]:
         """All backends that store entries in a block, each once."""
@@ -55,7 +71,7 @@ class LoadedRank:
         return [*dict.fromkeys(self.plan.backends), *drafter]
 
     def bind_cache(self, blocks: Tensor) -> None:
-        """Let model and drafter use the cache. blocks: uint8 [blocks, block_bytes]"""
+        """Let model and drafter use the cache. blocks: uint8, see KVMemory."""
         backends = self.plan.backends
         self.model.bind_cache(backends, [blocks] * len(backends))
         if self.drafter is not None:

@@ -95,13 +95,22 @@ class DrafterParts:
         groups = zip(self.cached.kv_specs, self.backends, strict=True)
         return sum(kv_spec.page_bytes(backend.entry_bytes) for kv_spec, backend in groups)
 
+    @property
+    def entry_sizes(self) -> set[int]:
+        """Return the different numbers of bytes of the drafter's entries."""
+        if self.cached is None:
+            return set()
+        groups = zip(self.cached.kv_specs, self.backends, strict=True)
+        return {size for kv_spec, backend in groups for size in kv_spec.entry_sizes(backend.entry_bytes)}
+
     def bind_cache(self, blocks: Tensor, offset: int) -> None:
-        """Let the drafter use the bytes of each block from `offset` on. blocks: uint8 [blocks, block_bytes]."""
+        """Let the drafter use the bytes of each block from `offset` on. blocks: uint8, see KVMemory."""
         if self.cached is None:
             return
         memory = []
         for kv_spec, backend in zip(self.cached.kv_specs, self.backends, strict=True):
-            memory.append(blocks[:, offset:])
+            first = offset if blocks.dim() == 2 else offset // blocks.shape[2]
+            memory.append(blocks[:, first:])
             offset += kv_spec.page_bytes(backend.entry_bytes)
         self.cached.bind_cache(self.backends, memory)
 
