@@ -33,8 +33,8 @@ _SAMPLE_SECONDS = 2
 _MASKS = "quire_text"  # among transformers' attention functions
 # What text layers are given, besides embeddings, positions and a mask, without effect on a prompt's hidden states.
 _HARMLESS = {"use_cache", "cache_position", "cache", "past_key_values", "return_dict", "output_attentions",
-             "output_hidden_states", "logits_to_keep", "input_ids", "inputs_embeds", "attention_mask", "position_ids",
-             "num_items_in_batch", "labels", "output_router_logits"}  # fmt: skip
+             "output_hidden_states", "output_router_logits", "logits_to_keep", "inputs_embeds", "attention_mask",
+             "position_ids", "num_items_in_batch", "labels"}  # fmt: skip
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the forward has arrived at the text layers
@@ -100,8 +100,8 @@ class Tower:
 
 
 def load(builder: Builder, spec: MediaSpec, weights: Path | None, options: MultiModalConfig) -> Tower:
-    """weights: the checkpoint's folder, None for random weights. Raises ConfigError for a
-    model whose text layers receive more than embeddings, and WeightError."""
+    """weights: the checkpoint's folder, None for random weights. Raises WeightError, and ConfigError for a model whose
+    text layers receive more than embeddings."""
     name = class_of(dict(spec.config))
     assert name is not None, "the registry asks for it"
     try:
