@@ -47,6 +47,8 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
         spec = transformers_spec(config)
     else:
         spec = spec_of(config)
+    if spec.media is not None:
+        spec = replace(spec, media=replace(spec.media, directory=directory))
     if not is_pooling_model(config, directory, options):
         if spec.is_encoder:
             raise ConfigError(f"{options.model} is an encoder, which cannot generate; leave runner at auto")

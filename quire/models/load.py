@@ -105,6 +105,13 @@ class _Wanted:
     def is_random(self) -> bool:
         return self.config.model.load_format == "dummy" and self.weights is None
 
+    @property
+    def source(self) -> Path | None:
+        """The folder of the weights that transformers loads, None for random weights. Raises ValueError."""
+        if isinstance(self.weights, Checkpoint):
+            raise ValueError("transformers' code takes new weights from a folder only")
+        return None if self.is_random else self.weights or self.directory
+
 
 def load_model(
     directory: Path,
@@ -134,12 +141,10 @@ def _load_transformers(wanted: _Wanted) -> LoadedModel:
     config = wanted.config
     description = wanted.description
     target = wanted.target
-    if isinstance(wanted.weights, Checkpoint):
-        raise ValueError("model_impl='transformers' takes new weights from a folder only")
     kernels = choose_kernels(config, description.spec, description.config, False, target, wanted.mesh)
     from quire.models.transformers_backend.load import load_model as load  # imports transformers
 
-    source = None if wanted.is_random else wanted.weights or wanted.directory
+    source = wanted.source
     model = load(description, config, wanted.max_model_len, kernels, wanted.mesh, source, wanted.adapters)
     pooler = None
     if description.pooling is not None and model.stage.has_head:
@@ -172,7 +177,7 @@ def _load_decoder(wanted: _Wanted) -> LoadedModel:
     model = Decoder(builder, spec, wanted.max_model_len, stage)
     encoder = MediaEncoder()
     if spec.media is not None:
-        encoder = _encoder(model.stage, builder, spec.media, wanted.directory, config)
+        encoder = _encoder(model.stage, builder, spec.media, wanted)
     elsewhere |= builder.tensors_elsewhere
     if wanted.adapters is not None:
         wanted.adapters.note_elsewhere(elsewhere)
@@ -259,8 +264,10 @@ def _builder(wanted: _Wanted, spec: DecoderSpec, stored: _Stored, kernels: Kerne
     return Builder(kernels, mesh.tp, stored.method_of, quantizer, adapters, experts, stream, stored.shape_of)
 
 
-def _encoder(stage: Stage, builder: Builder, media: MediaSpec, directory: Path, config: EngineConfig) -> MediaEncoder:
+def _encoder(stage: Stage, builder: Builder, media: MediaSpec, wanted: _Wanted) -> MediaEncoder:
     """Build the image or audio encoder. Its parameters are on the first stage of a pipeline."""
+    directory = wanted.directory
+    config = wanted.config
     towers = import_module(f"quire.models.towers.{media.family}")
     largest = None
     if builder.device.type == "cuda":
@@ -268,4 +275,8 @@ def _encoder(stage: Stage, builder: Builder, media: MediaSpec, directory: Path, 
 
         largest = partial(largest_items, media, directory, config.multimodal)
     rules = partial(towers.output_rules, directory, media) if hasattr(towers, "output_rules") else None
+    if hasattr(towers, "load"):  # an encoder of transformers, which reads its weights itself
+        if stage.layers.start > 0 or config.multimodal.language_model_only:
+            return MediaEncoder()
+        return MediaEncoder(towers.load(builder, media, wanted.source, config.multimodal), largest)
     return MediaEncoder(towers.make(builder if stage.layers.start == 0 else builder.elsewhere, media), largest, rules)

@@ -1,10 +1,9 @@
 """The supported architectures, by the name in a checkpoint's config.json. registry.toml lists them."""
 
-import contextlib
 import difflib
 import re
 import tomllib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from pkgutil import resolve_name
 
 from quire.checkpoints.config_fields import checked, read
 from quire.models.spec import Architecture, DecoderSpec, HfConfig, bidirectional
+from quire.multimodal.spec import MediaSpec
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # Functions, or their places in quire.models.architectures: only the module that is used is imported.
@@ -60,16 +60,34 @@ def _verified(architecture: Architecture, config: HfConfig) -> DecoderSpec:
 
 def runs_through_transformers(config: HfConfig) -> bool:
     """Whether Quire lacks the architecture of a checkpoint, and the installed transformers has a causal language model
-    with its name. transformers is imported only if Quire lacks it."""
+    with its name. transformers is used only if Quire lacks it."""
     listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if not names or any(_listed(name) is not None for name in names) or find_spec("transformers") is None:
         return False
-    from quire.models.transformers_backend.spec import architecture
+    from quire.multimodal.through_transformers import call
 
-    with contextlib.suppress(ValueError):
-        return bool(architecture({**config, "architectures": names}))
-    return False
+    return bool(call("text_models:is_text_model", {**config, "architectures": names})) and _with_encoder(config) is None
+
+
+# Tensors of encoders, whose names are transformers' concern: all but those of text models.
+_OF_ENCODERS = r"^(?!(.*\.)?(language_model|text_model|lm_head)\.|(model\.)?(layers|embed_tokens|norm)\.)"
+
+
+def _with_encoder(config: HfConfig) -> DecoderSpec | None:
+    """Return the spec of a model that sees or hears, whose text model is one of Quire's and whose encoder is
+    transformers' code; None for other models. Raises ValueError."""
+    if not any(isinstance(value, dict) for value in config.values()) or find_spec("transformers") is None:
+        return None
+    from quire.multimodal.through_transformers import call
+
+    text = call("text_models:text_model", dict(config))
+    architecture = None if text is None else _architecture(text["architectures"][0])
+    if text is None or architecture is None:
+        return None
+    spec = read(checked(text), text["architectures"][0], partial(_verified, architecture))
+    media = MediaSpec("transformers", config)
+    return replace(spec, tie_embeddings=None, media=media, ignored=(*spec.ignored, _OF_ENCODERS))
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:
@@ -81,6 +99,8 @@ def spec_of(config: HfConfig) -> DecoderSpec:
         architecture = _architecture(name)
         if architecture is not None:
             return read(config, name, partial(_verified, architecture))
+    if (found := _with_encoder(config)) is not None:
+        return found
     near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1, cutoff=0.4) if names else []
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "

@@ -62,9 +62,11 @@ class MediaProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self._most_items = options.most_items
+        if spec is not None and spec.family == "transformers" and options.language_model_only:
+            spec = None  # its processor may need packages that are not installed
         self._spec = spec
         self._embeds_size = hidden_size if options.enable_prompt_embeds else 0
-        self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
+        self._settings = settings_of(spec, directory, options.mm_processor_kwargs)
         self._family = None if spec is None else self._usable_family(options.mm_processor_kwargs)
         self._sources = Sources(options, 0 if self._family is None else self._family.sample_rate)
         self._cache = ItemCache(int(options.mm_processor_cache_gb * 2**30))
@@ -332,9 +334,19 @@ class MediaProcessor:
         return token_ids, order
 
 
+def settings_of(spec: MediaSpec | None, directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model's preprocessing: the checkpoint's, which transformers reads itself, and the given
+    ones."""
+    own = {} if spec is None or spec.family == "transformers" else read_settings(directory)
+    return {**own, **given}
+
+
 def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[int], str]) -> Family:
     """Create the family that the spec names. settings: of its processor. token: maps an id to the token's text."""
     module = import_module(f"quire.multimodal.families.{spec.family}")
+    if hasattr(module, "Items"):
+        own: Family = module.Items(spec.directory, spec.config, settings)
+        return own
     make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
     family: Family = make(spec.config, settings, token)
     return family

@@ -10,8 +10,7 @@ from PIL import Image
 from quire.config.multimodal import MultiModalConfig
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.multimodal.families.base import Family, Frames, Prepared
-from quire.multimodal.preprocessing import read_settings
-from quire.multimodal.processor import buffers, load_family
+from quire.multimodal.processor import buffers, load_family, settings_of
 from quire.multimodal.spec import MediaSpec
 
 SIDES = (4096, 2048, 1024, 512, 256, 64)  # of images; processors downscale those that are too large
@@ -43,7 +42,7 @@ def largest_items(
         ids = Buffer("int64", [length], bytes(8 * length))
         yield MediaItem(MediaPlace("text", 0, 1, [], crossed=length), "text", {"ids": ids})
         return
-    family = load_family(spec, {**read_settings(directory), **options.mm_processor_kwargs}, lambda token_id: "")
+    family = load_family(spec, settings_of(spec, directory, options.mm_processor_kwargs), lambda token_id: "")
     for modality in family.kinds:
         if options.limit_mm_per_prompt.get(modality) != 0:
             yield from _largest(modality, family, limits)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ class MediaSpec:
     family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
     encoder). config: the checkpoint's whole config. levels: the number of layers with their own encoder features, see
     StepMedia. two_way: whether the tokens of an image attend to each other in both directions. encoder: of texts.
+    directory: of the checkpoint, once it is known.
     """
 
     family: str
@@ -22,3 +24,4 @@ class MediaSpec:
     levels: int = 0
     two_way: bool = False
     encoder: "DecoderSpec | None" = None
+    directory: Path = field(default=Path(), compare=False)

@@ -1,8 +1,8 @@
 """A tiny random checkpoint of every family of transformers, run by Quire and compared with transformers.
 
 Families are the causal language models and the image-text-to-text models of the installed transformers. Nothing here
-names one: configs are made by the rules of `support.tiny_configs`, weights by those below. Models with pictures are
-compared on texts.
+names one: configs are made by the rules of `support.tiny_configs`, weights by those below, processors of pictures by
+those of `support.every_processor`. Where the last ones fail, models with pictures are compared on texts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from torch import Tensor
 
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
+from quire.models.description import describe
+from quire.models.registry import ARCHITECTURES
 from support.checkpoints import EMBEDDINGS, byte_level_tokenizer, gain
 from support.engines import generate, make_llm, tokens_of
+from support.every_processor import Made, NoProcessorError, corrected, inputs, items, make, save, with_small_pictures
 from support.layouts import HUB_LAYOUTS, edit_tensors
-from support.tiny_configs import Fields, repaired, shrunk
+from support.tiny_configs import POSITIONS, Fields, repaired, shrunk
 
 RECORD = Path(__file__).parents[1] / "data" / "every_family.jsonl"  # an outcome in each line
 TIE = 2e-3  # of the logits' standard deviation: if the two best are closer than this, either token is right
@@ -54,9 +57,11 @@ class Family:
 
 @dataclass
 class Outcome:
-    """How a family runs: "native", "transformers", "no", or "unknown" if there is no checkpoint; with the reason.
+    """How a family runs: "native", "encoder" (natively, with transformers' encoder), "transformers", "no", or "unknown"
+    if there is no checkpoint; with the reason.
 
-    tokens: those compared, of which `tied` could have been others. changes: of its config, besides the rules'.
+    tokens: those compared, of which `tied` could have been others. seen: those of prompts with pictures. unseen: why
+    there are none. changes: of its config, besides the rules'.
     """
 
     runs: str
@@ -64,6 +69,8 @@ class Outcome:
     tokens: int = 0
     tied: int = 0
     wrong: int = 0
+    seen: int = 0
+    unseen: str = ""
     changes: list[str] = field(default_factory=list)
 
 
@@ -100,8 +107,9 @@ def _model_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def build(family: Family) -> tuple[Any, list[str]]:
-    """The network with random weights, and the changes of its config. Raises NotMadeError."""
+def build(family: Family, seeing: Made | None = None) -> tuple[Any, list[str]]:
+    """The network with random weights, and the changes of its config. seeing: the processor of its pictures or sounds,
+    which is corrected. Raises NotMadeError."""
     from transformers import CONFIG_MAPPING
 
     config_class, model = CONFIG_MAPPING[family.model_type], _model_class(family.model_class)
@@ -115,6 +123,7 @@ def build(family: Family) -> tuple[Any, list[str]]:
             made.clear()
             made.append(made_network(fields))
         except Exception as error:  # its validators and layers raise many kinds
+            errors.append(error)
             return error
         return None
 
@@ -122,16 +131,35 @@ def build(family: Family) -> tuple[Any, list[str]]:
         torch.manual_seed(0)
         network = model(config_class(**deepcopy(fields))).float().eval()
         draw_weights(network)
-        judge(network, prompts()[2], prompts()[3])
+        if seeing is None:
+            judge(network, prompts()[2], prompts()[3])
+            return network
+        for text, given in items(seeing):
+            for _ in range(2):
+                try:
+                    judge_item(network, seeing, text, given, [5, 6])
+                    break
+                except (ValueError, RuntimeError) as error:
+                    if not corrected(seeing, error):
+                        raise
         return network
 
     made: list[Any] = []
+    errors: list[Exception] = []
     try:
         default = config_class()
-        _, changes = repaired(shrunk(default), default, attempt)
+        _, changes = repaired(_marked(shrunk(default), seeing.marks if seeing else {}), default, attempt)
     except Exception as error:
-        raise NotMadeError(_short(error)) from error
+        raise NotMadeError(_short(errors[0] if seeing is not None and errors else error)) from error
     return made[0], changes
+
+
+def _marked(fields: Fields, marks: dict[str, int]) -> Fields:
+    changed = with_small_pictures(fields) if marks else fields
+    for modality, token_id in marks.items():
+        names = [f"{modality}_token_id", f"{modality}_token_index"]
+        changed.update((name, token_id) for name in names if name in fields)
+    return changed
 
 
 @torch.no_grad()
@@ -150,13 +178,16 @@ def draw_weights(network: Any) -> None:
             parameter.copy_(noise)
 
 
-def write(family: Family, network: Any, folder: Path) -> None:
+def write(family: Family, network: Any, folder: Path, made: Made | None = None) -> None:
     network.generation_config.eos_token_id = 2
     network.save_pretrained(folder)
     if family.model_type in HUB_LAYOUTS:  # the names of published tensors
         edit_tensors(folder, HUB_LAYOUTS[family.model_type])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [family.architecture]}))
+    if made is not None:
+        save(made, folder)
+        return
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
 
@@ -169,10 +200,13 @@ def prompts() -> list[list[int]]:
 
 
 @torch.inference_mode()
-def judge(network: Any, prompt: list[int], token_ids: list[int]) -> tuple[int, int]:
+def judge(
+    network: Any, prompt: list[int], token_ids: list[int], inputs: dict[str, Tensor] | None = None
+) -> tuple[int, int]:
     """How many tokens are wrong, and how many could have been others: transformers' logits of the whole text decide,
-    without a cache."""
-    logits: Tensor = network(input_ids=torch.tensor([prompt + token_ids]), use_cache=False).logits[0].float()
+    without a cache. inputs: of the encoder."""
+    ids = torch.tensor([prompt + token_ids])
+    logits: Tensor = network(input_ids=ids, use_cache=False, **(inputs or {})).logits[0].float()
     made = logits[len(prompt) - 1 : -1]  # [tokens, vocab]
     if not made.isfinite().all():
         raise ValueError("its logits are not finite")
@@ -186,25 +220,92 @@ def outcome(family: Family, folder: Path) -> Outcome:
     """Run the family in chunks and batches, on a warm cache, and in a small pool, and judge all tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            network, changes = build(family)
-            write(family, network, folder)
-        except NotMadeError as error:
-            return Outcome("unknown", _short(error))
-        options = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
-        if family.sees:
-            options["language_model_only"] = True
-        try:
-            llm = make_llm(folder, **options)
-        except ValueError as error:
-            return Outcome("no", _short(error), changes=changes)
-        found = Outcome("transformers" if llm.config.model.model_impl == "transformers" else "native", changes=changes)
-        for token_ids, prompt in _continued(llm, folder, options):
-            wrong, tied = judge(network, prompt, token_ids)
-            found.tokens += len(token_ids)
-            found.wrong += wrong
-            found.tied += tied
+        unseen = ""
+        if family.sees and family.architecture not in ARCHITECTURES:  # tests/multimodal compares those
+            try:
+                return _with_pictures(family, folder / "pictures")
+            except (NoProcessorError, NotMadeError) as error:
+                unseen = _short(error)
+        found = _on_texts(family, folder)
+        found.unseen = unseen if found.runs == "encoder" else ""
+        return found
+
+
+def _on_texts(family: Family, folder: Path) -> Outcome:
+    try:
+        network, changes = build(family)
+        write(family, network, folder)
+    except NotMadeError as error:
+        return Outcome("unknown", _short(error))
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
+    if family.sees:
+        options["language_model_only"] = True
+    try:
+        llm = make_llm(folder, **options)
+    except ValueError as error:
+        return Outcome("no", _short(error), changes=changes)
+    found = Outcome(_way(llm), changes=changes)
+    for token_ids, prompt in _continued(llm, folder, options):
+        wrong, tied = judge(network, prompt, token_ids)
+        found.tokens += len(token_ids)
+        found.wrong += wrong
+        found.tied += tied
     return found
+
+
+def _with_pictures(family: Family, folder: Path) -> Outcome:
+    """Raises NoProcessorError or NotMadeError if the rules make no checkpoint with a processor."""
+    from transformers import CONFIG_MAPPING
+
+    fields = with_small_pictures(shrunk(CONFIG_MAPPING[family.model_type]()))
+    made = make(family.model_type, fields)
+    network, changes = build(family, made)
+    folder.mkdir()
+    write(family, network, folder, made)
+    try:
+        llm = make_llm(folder, max_model_len=POSITIONS, max_num_batched_tokens=2 * CHUNK, max_num_seqs=4)
+    except ValueError as error:
+        return Outcome("no", _short(error), changes=changes)
+    if llm.processor.media is None:
+        raise NoProcessorError("its encoder is missing")
+    found = Outcome(_way(llm), changes=changes)
+    for wrong, tied, count in continued_items(llm, made, network):
+        found.tokens += count
+        found.seen += count
+        found.wrong += wrong
+        found.tied += tied
+    return found
+
+
+def _way(llm: LLM) -> str:
+    if llm.config.model.model_impl == "transformers":
+        return "transformers"
+    media = describe(llm.frontend.directory, llm.config.model).spec.media
+    return "encoder" if media is not None and media.family == "transformers" else "native"
+
+
+def judge_item(network: Any, made: Made, text: str, given: list[Any], token_ids: list[int]) -> tuple[int, int]:
+    """See `judge`. The prompt is transformers' own: its processor reads all pictures of a prompt at once."""
+    encoded = inputs(made, text, given)
+    prompt = encoded.pop("input_ids")[0].tolist()
+    encoded.pop("attention_mask", None)
+    for name in [name for name in encoded if name.endswith("token_type_ids")]:
+        encoded[name] = torch.nn.functional.pad(torch.as_tensor(encoded[name]), (0, len(token_ids)))
+    return judge(network, prompt, token_ids, encoded)
+
+
+def continued_items(llm: LLM, made: Made, network: Any) -> Iterator[tuple[int, int, int]]:
+    """Greedy continuations of prompts with pictures or sounds, judged: the numbers of wrong tokens, ties and tokens. In
+    chunks and batches, and then on warm caches."""
+    texts = items(made)
+    fields = [{"prompt": text, "multi_modal_data": {made.modality: given} if given else {}} for text, given in texts]
+    for _ in range(2):
+        for answer, (text, given) in zip(llm.generate(fields, PARAMS, use_tqdm=False), texts, strict=True):
+            assert answer.prompt_token_ids == inputs(made, text, given)["input_ids"][0].tolist()
+            token_ids = list(answer.outputs[0].token_ids)
+            marks = [index for index, token_id in enumerate(token_ids) if token_id in made.marks.values()]
+            token_ids = token_ids[: marks[0]] if marks else token_ids  # to transformers, one is a picture
+            yield *judge_item(network, made, text, given, token_ids), len(token_ids)
 
 
 def _continued(llm: LLM, folder: Path, options: Fields) -> Iterator[tuple[list[int], list[int]]]:

@@ -30,6 +30,8 @@ VLLM_COLUMN = {
     "plugin": "as a plugin",
     "removed": "removed",
 }
+ENCODER = "native, with transformers' encoder"
+_REFUSED = re.compile(r"^\w+ cannot run with transformers' encoder: ")
 _PARTS = re.compile(r"runs models of text only, which \w+ is not")
 _PREFIX = re.compile(r"model_impl='transformers' (cannot run \w+: )?")
 
@@ -47,7 +49,7 @@ def vllm_status(architecture: str) -> str:
 def section(rows: Iterable[dict[str, Any]]) -> str:
     """Counts and the table. rows: the recorded outcomes."""
     best: dict[str, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: ("native", "transformers", "no", "unknown").index(row["runs"])):
+    for row in sorted(rows, key=lambda row: ("native", "encoder", "transformers", "no", "unknown").index(row["runs"])):
         best.setdefault(row["family"].partition(":")[0], row)
     kinds = ("text", "multimodal", *POOLING_KINDS)
     names = {*best, *ARCHITECTURES, *FAMILIES, *(name for kind in kinds for name in vllm()[kind])}
@@ -64,10 +66,12 @@ def counts(runs: dict[str, str]) -> list[str]:
         names = vllm()[kind]
         proven = [name for name in names if kind not in POOLING_KINDS or pools(name)]
         native = sum(runs[name] == "native" for name in proven)
+        encoder = sum(runs[name] == ENCODER for name in proven)
         other = sum(runs[name] == "transformers' code" for name in proven)
+        mixed = f"{encoder} natively with transformers' encoder, " if encoder else ""
         made.append(
             f"Of the {len(names)} architectures {words} in the registry of vLLM {vllm()['version']}, Quire runs "
-            f"{native + other}: {native} natively, {other} through transformers' code."
+            f"{native + encoder + other}: {native} natively, {mixed}{other} through transformers' code."
         )
     return made
 
@@ -84,6 +88,10 @@ def how(name: str, row: dict[str, Any] | None) -> str:
         return "not yet"
     if row["runs"] == "transformers":
         return "transformers' code"
+    if row["runs"] == "encoder":
+        return ENCODER if row.get("seen") else f"{ENCODER}; pictures were not compared ({row['unseen']})"
+    if row["sees"] and _REFUSED.search(row.get("reason", "")):
+        return f"not yet; {_REFUSED.sub('', row['reason'])}"
     if row["sees"]:
         return "not yet; its encoder is missing"
     if row["runs"] == "unknown":
@@ -96,7 +104,8 @@ def compared(name: str, row: dict[str, Any] | None) -> str:
     """row: None without an outcome. The other tests of native architectures are named on their pages."""
     parts = []
     if row is not None and row.get("tokens"):
-        parts.append("transformers, on texts" if row["sees"] else "transformers")
+        of = (", with pictures" if row.get("seen") else ", on texts") if row["sees"] else ""
+        parts.append(f"transformers{of}")
     if name in ARCHITECTURES:
         page = next((page for page in PAGES if f"`{name}`" in _written_by_hand(page)), None)
         if page is not None:

@@ -20,7 +20,9 @@ class Prepared:
 
     tensors: by the tower's names. text: replaces its placeholder in the prompt. num_embeds: the number of tokens in
     that text that are replaced by embeddings. grid: (time, height, width) in embeddings, for models with several rotary
-    positions. seconds: between the steps of the grid in time.
+    positions. seconds: between the steps of the grid in time. rotary: the positions [axes, tokens], from the first
+    embedding to the last one and relative to the position of a text token in the first one's place, if a grid does not
+    define them.
     """
 
     tensors: dict[str, Array]
@@ -28,6 +30,7 @@ class Prepared:
     num_embeds: int
     grid: tuple[int, int, int] = (1, 1, 1)
     seconds: float = 1.0
+    rotary: Array | None = None
 
 
 @dataclass(frozen=True)
