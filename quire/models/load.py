@@ -146,15 +146,15 @@ def _load_transformers(wanted: _Wanted) -> LoadedModel:
 
     source = wanted.source
     model = load(description, config, wanted.max_model_len, kernels, wanted.mesh, source, wanted.adapters)
-    pooler = None
+    poolers: Mapping[str, Pooler] = {}
     if description.pooling is not None and model.stage.has_head:
         builder = Builder(kernels, wanted.mesh.tp, lambda name: DenseWeight)
-        pooler = Pooler(builder, description.pooling.pooler, source)
+        poolers = make_poolers(builder, description.pooling.heads, source)
         if source is None:
             load_dummy(builder, wanted.show_progress)
         else:
             load_weights(open_checkpoint(source), builder, (r"",), show_progress=False)  # transformers loads the others
-    return LoadedModel(model, pooler=pooler)
+    return LoadedModel(model, poolers=poolers)
 
 
 def _load_decoder(wanted: _Wanted) -> LoadedModel:
