@@ -21,7 +21,7 @@ from quire.cli.main import build_parser
 from quire.config.engine import EngineConfig, ServerConfig
 from support.documents import GUIDES, ROOT, Block, Command, blocks, commands, write_files
 
-LANGUAGES = {"bash", "python", "json", "yaml", "toml", "ini", "promql", "text", "dockerfile"}
+LANGUAGES = {"bash", "python", "json", "yaml", "toml", "ini", "promql", "text", "dockerfile", "diff"}
 PROGRAMS = {"quire", "pip", "python", "pytest", "curl", "ray", "openssl", "(", "mkdocs", "pre-commit"}
 PROGRAMS |= {"docker", "python3", "install", "systemctl"}  # of deployment
 PROGRAMS |= {"export", "benchmarks/gpu/wheels.sh", "benchmarks/gpu/first_contact.sh"}
