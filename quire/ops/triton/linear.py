@@ -27,7 +27,7 @@ from quire.ops.registry import Function, Op, Target
 from quire.ops.triton.float8 import converts_float8
 from quire.ops.triton.linear_kernels import _product, _rounded, _total
 from quire.ops.triton.packed import PackedMatrix, pack, words_of
-from quire.ops.triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
+from quire.ops.triton.targets import on_gpu, on_gpu_in_any_batch, precision
 from quire.ops.triton.tiles import suits_few_rows, tile_of
 from quire.platform.gpu.cards import card_of
 
@@ -84,11 +84,7 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
     native = converts_float8(x.device)
     is_float8 = packed.codes.is_floating_point()
     whole = packed.group >= packed.in_features
-    if (
-        packed.offsets is not None
-        or (is_float8 and not (native or INTERPRETED))
-        or not (whole or packed.group % 64 == 0)
-    ):
+    if packed.offsets is not None or (is_float8 and not native) or not (whole or packed.group % 64 == 0):
         return _launch(x, None, packed.codes, packed, bias, bounds, "wide", x.dtype, fixed)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, ins = x.shape
@@ -182,7 +178,7 @@ def _launch(
     if bounds is not None:
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
     is_native = converts_float8(x.device)
-    has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
+    has_ptx = card.backend == "cuda" and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts,
         x,

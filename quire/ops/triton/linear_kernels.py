@@ -10,8 +10,6 @@ from quire.ops.triton.weights import group_of_quarter, weights_of
 @triton.jit
 def multiplied(a, b, sums, PRECISION: tl.constexpr):
     """sums + a b"""
-    if PRECISION == "interpreted":  # Triton's interpreter cannot multiply bfloat16
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
 
 
@@ -138,7 +136,7 @@ def _product(
     offset_rows = offsets + weight_rows * scale_stride
     x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
     per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
-    integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
+    integers: tl.constexpr = EIGHT and FORM == "integer"
     sum_type: tl.constexpr = tl.int32 if integers else tl.float32
     # Tensor cores add float8 products with few bits, so they compute no long sums.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
