@@ -1,6 +1,6 @@
 """Paged attention on GPUs, in Triton (quire/ops/triton/attention.py, where the cache's layout is described)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -26,7 +26,8 @@ class TritonPlan:
     """How a step is divided. heads, tokens: their numbers in a tile's rows. tiles: an upper bound of the number of
     tiles. splits: the number of parts of a request's keys.
 
-    one_tile: whether the rows of a request's tokens fit one tile.
+    one_tile: whether the rows of a request's tokens fit one tile. library: what another library has planned for the
+    step, by options (paged_backend.py).
     """
 
     layout: StepLayout
@@ -36,6 +37,7 @@ class TritonPlan:
     tiles: int
     splits: int = 1
     one_tile: bool = False
+    library: dict[Any, Any] = field(default_factory=dict)
 
 
 class TritonAttention(PreparingBackend):
