@@ -217,7 +217,7 @@ def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[i
         yield start, stop, weight.rows(start, stop).dequantize().to(dtype)
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
     """Round each row to 8 bits, so that its largest magnitude gets the largest code. x: [rows, in]; code:
     float8_e4m3fn or int8."""
@@ -227,7 +227,7 @@ def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
     return RoundedRows((scaled if code.is_floating_point else scaled.round()).to(code), scales, x.dtype)
 
 
-@declare
+@declare_invariant("cpu")  # where no product has the attribute `rounds`, so this is not called
 def add_rms_norm_rounded(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: torch.dtype
 ) -> tuple[RoundedRows, Tensor]:
@@ -236,7 +236,7 @@ def add_rms_norm_rounded(
     return round_rows.reference(normed, code), residual
 
 
-@declare
+@declare_invariant("cpu")  # where no product has the attribute `rounds`, so this is not called
 def silu_and_mul_rounded(x: Tensor, code: torch.dtype) -> RoundedRows:
     """silu_and_mul, whose result is rounded by round_rows."""
     rounded: RoundedRows = round_rows.reference(silu_and_mul.reference(x), code)

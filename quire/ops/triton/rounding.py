@@ -7,7 +7,6 @@ from torch import Tensor
 
 from quire.ops.reference import quantized as reference
 from quire.ops.reference.quantized import RoundedRows
-from quire.ops.registry import Target
 from quire.ops.triton.elementwise import gated, norm_of, warps_of
 from quire.ops.triton.float8 import converts_float8, to_float8
 from quire.ops.triton.targets import on_gpu
@@ -78,10 +77,6 @@ def _silu_and_mul_rounded(
     _store(product, codes, scales, row, columns, half, FLOAT8, NATIVE)
 
 
-def _in_16_bits(target: Target) -> bool:
-    return on_gpu(target) and target.dtype.itemsize == 2
-
-
 def _empty(x: Tensor, size: int, code: torch.dtype) -> tuple[RoundedRows, Tensor]:
     """Return rows of `size` codes to be filled, and their bytes."""
     stored = x.new_empty(len(x), size, dtype=torch.uint8)
@@ -89,7 +84,7 @@ def _empty(x: Tensor, size: int, code: torch.dtype) -> tuple[RoundedRows, Tensor
     return RoundedRows(stored.view(code), scales, x.dtype), stored
 
 
-@reference.round_rows.implementation("triton", supports=_in_16_bits)
+@reference.round_rows.implementation("triton", supports=on_gpu)
 def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, ins = x.shape
@@ -111,7 +106,7 @@ def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
     return made
 
 
-@reference.add_rms_norm_rounded.implementation("triton", supports=_in_16_bits)
+@reference.add_rms_norm_rounded.implementation("triton", supports=on_gpu)
 def add_rms_norm_rounded(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: torch.dtype
 ) -> tuple[RoundedRows, Tensor]:
@@ -142,7 +137,7 @@ def add_rms_norm_rounded(
     return made, residual
 
 
-@reference.silu_and_mul_rounded.implementation("triton", supports=_in_16_bits)
+@reference.silu_and_mul_rounded.implementation("triton", supports=on_gpu)
 def silu_and_mul_rounded(x: Tensor, code: torch.dtype) -> RoundedRows:
     x = x if x.stride(1) == 1 else x.contiguous()
     rows = len(x)
