@@ -23,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import support.triton_kernels  # first: it says how triton is imported
+from quire.platform.gpu.cards import CARDS
 from support import costs, skips
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
@@ -41,6 +42,7 @@ QUICK = frozenset((TESTS / "quick.txt").read_text().split())  # files of many te
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
+    parser.addoption("--card", choices=[*CARDS], help="the card that Triton's interpreter poses as; else a small one")
     parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="which cases of large matrices run")
     parser.addoption("--record-features", action="store_true", help="note which features tests combine, in tests/data")
     costs.pytest_addoption(parser)
@@ -60,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "sampled(n): of these cases, one in n runs each time, and at least one; the others are nightly"
     )
     config.addinivalue_line("markers", "plain(reason): though marked texts, it cannot run with drafts")
+    if card := config.getoption("--card"):
+        support.triton_kernels.pose_as(CARDS[card])
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
     if config.getoption("--record-features"):

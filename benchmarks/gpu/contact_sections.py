@@ -39,6 +39,12 @@ OP_TESTS = (
     "tests/ops/test_triton_lora.py",
     "tests/attention/test_triton_attention.py",
 )
+SANITIZED = (  # a few cases of each kind of kernel: each launch takes ten times as long or more
+    "tests/ops/test_triton.py::test_norms",
+    "tests/ops/test_triton.py::test_products_of_eight_bits_are_those_of_rounded_inputs",
+    "tests/ops/test_triton_linear.py::test_products_with_float8_round_the_inputs_to_float8",
+    "tests/attention/test_triton_attention.py::test_shapes",
+)
 
 
 class Contact:
@@ -128,13 +134,30 @@ class Contact:
 
     def op_tests(self) -> dict[str, Any]:
         """The tests of the Triton kernels, on the card instead of in the interpreter."""
+        return self._tests([], ["-n6", "--maxfail", "20", *OP_TESTS])
+
+    def sanitizer(self) -> dict[str, Any]:
+        """Some of them under compute-sanitizer, which finds addresses outside of allocations. Each tensor is an
+        allocation of its own."""
+        tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if tool is None and not self.few:
+            return {"skipped": "there is no compute-sanitizer"}
+        checked = [] if self.few else [str(tool), "--tool", "memcheck", "--error-exitcode", "9"]
+        return self._tests(checked, ["-n0", "--maxfail", "5", *SANITIZED], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+    def _tests(self, tool: list[str], arguments: list[str], **variables: str) -> dict[str, Any]:
+        """Run tests. tool: the command that runs the interpreter. variables: of their environment."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly"]
         if self.few:
             command += ["-n0", "--collect-only"]
-        else:
-            command += ["-n6", "--maxfail", "20"]
         done = subprocess.run(
-            [*command, *OP_TESTS], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            [*tool, *command, *arguments],
+            cwd=ROOT,
+            env=os.environ | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
         print(done.stdout[-6000:], file=sys.stderr, flush=True)
         failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -318,6 +341,7 @@ def sections(contact: Contact) -> dict[str, Callable[[], dict[str, Any]]]:
         "tiles": contact.tiles,
         "two ranks": contact.two_ranks,
         "http": contact.http,
+        "sanitizer": contact.sanitizer,
     }
 
 
@@ -327,7 +351,7 @@ def main() -> int:
     parser.add_argument("section")
     parser.add_argument("--stand-in")
     a = parser.parse_args()
-    on_cpu = a.section in ("kernel cache", "op tests", "http")  # they start processes of their own
+    on_cpu = a.section in ("kernel cache", "op tests", "http", "sanitizer")  # they start processes of their own
     with gpu_suite._stand_in(a.stand_in):
         if a.stand_in and on_cpu:
             os.environ.pop("TRITON_INTERPRET", None)

@@ -52,6 +52,7 @@ SECTIONS = [
     Section("tiles", 50, ("8B",)),
     Section("two ranks", 30, ("eager",)),
     Section("http", 30, ("eager",)),
+    Section("sanitizer", 40, ("op tests",)),
 ]
 
 

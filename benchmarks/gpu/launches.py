@@ -40,7 +40,8 @@ _FREE = re.compile(
     r"lift_fresh|narrow|item|_local_scalar_dense|record_stream|set_|resize_|chunk|unfold|flatten|"
     r"_reshape_alias|is_pinned|_pin_memory|movedim)\b"
 )
-_PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.matmul.default", "aten.bmm.default"}
+_PRODUCTS = {f"aten.{name}.default" for name in ("linear", "mm", "addmm", "matmul", "bmm", "_scaled_mm")}
+_WHOLE = ("dense", "float8", "integer")  # forms of weights whose elements are whole bytes
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
             return [_attention(launch, rates, step)]
         if launch.name == "merge_kernel":
             return [_merging(launch, rates, step)]
-        if launch.name == "_product" and launch.arguments["FORM"] == "dense" and not launch.arguments["EXPERTS"]:
+        if launch.name == "_product" and launch.arguments["FORM"] in _WHOLE and not launch.arguments["EXPERTS"]:
             return [_product_of_few(launch, rates)]
         return [_simple(launch, rates)]
     if is_free(launch):
@@ -73,7 +74,7 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
     if launch.name in _PRODUCTS:
         x = next(a for a in launch.arguments["args"] if isinstance(a, Tensor) and a.dim() > 1)
         outputs = launch.result.shape[-1]
-        return library_product(rates, launch.result.numel() // outputs, outputs, x.shape[-1])
+        return library_product(rates, launch.result.numel() // outputs, outputs, x.shape[-1], x.element_size())
     tensors = [*_tensors(launch.arguments["args"]), *_tensors(launch.result)]
     if launch.name.startswith(("aten.index", "aten.scatter", "aten.embedding", "aten.gather", "aten.copy_")):
         tensors = sorted(tensors, key=lambda x: x.numel())[:-1] or tensors  # only part of the largest
@@ -102,9 +103,9 @@ def _placed(work: Work, moved: float, rates: Rates) -> Work:
 # ---- products of libraries
 
 
-def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[Work]:
-    """Return a product of 16-bit inputs with the best of some tiles and splits over the inputs. Splits are summed
-    afterwards."""
+def library_product(rates: Rates, rows: int, outputs: int, inputs: int, size: int = 2) -> list[Work]:
+    """Return a product with the best of some tiles and splits over the inputs. Splits are summed afterwards. size:
+    bytes of an input; tensor cores multiply twice as many inputs of one byte as of two."""
     best: list[Work] = []
     shortest = math.inf
     for tile_rows, tile_outputs in TILES:
@@ -113,7 +114,7 @@ def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[
         for splits in (1, 2, 3, 4, 6, 8, 12, 16):
             if splits > 1 and inputs / splits < 4 * STAGE:
                 break
-            candidate = _product(rates, rows, outputs, inputs, tile_rows, tile_outputs, splits)
+            candidate = _product(rates, rows, outputs, inputs, tile_rows, tile_outputs, splits, size)
             seconds = sum(estimate(work, rates).seconds for work in candidate)
             if seconds < shortest:
                 best = candidate
@@ -122,10 +123,10 @@ def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[
 
 
 def _product(
-    rates: Rates, rows: int, outputs: int, inputs: int, tile_rows: int, tile_outputs: int, splits: int
+    rates: Rates, rows: int, outputs: int, inputs: int, tile_rows: int, tile_outputs: int, splits: int, size: int
 ) -> list[Work]:
     programs = math.ceil(rows / tile_rows) * math.ceil(outputs / tile_outputs) * splits
-    stage = (tile_rows + tile_outputs) * STAGE * 2
+    stage = (tile_rows + tile_outputs) * STAGE * 2  # bytes, of more inputs if they are smaller
     stages = 4
     warps = 8 if tile_rows * tile_outputs >= 128 * 192 else 4
     registers = min(255, 64 + tile_rows * tile_outputs // (warps * WARP))
@@ -134,16 +135,16 @@ def _product(
     result = tile_rows * tile_outputs * (2 if splits == 1 else 4)
     synchronous = rates.card.capability in (80, 120) or tile_rows < 64
     sharers = 1 if synchronous else 2  # programs of a cluster load one operand together
-    moved = (rows * (inputs if rows * inputs * 2 > rates.l2_size / 2 else 0) + outputs * inputs) * 2
+    moved = (rows * (inputs if rows * inputs * size > rates.l2_size / 2 else 0) + outputs * inputs) * size
     lanes = {"alu": part * tile_rows * tile_outputs / 512} if synchronous else {}
     work = Work(
-        f"cublas {rows} x {inputs} x {outputs}",
+        f"{'cublas' if size == 2 else 'scaled_mm'} {rows} x {inputs} x {outputs}",
         programs,
         resident,
         moved=moved / programs,
-        cached=(tile_rows + tile_outputs / sharers) * part * 2 + result,
+        cached=(tile_rows + tile_outputs / sharers) * part * size + result,
         in_flight=(stages - 1) * stage,
-        products=2.0 * tile_rows * tile_outputs * part,
+        products=tile_rows * tile_outputs * part * size,
         synchronous=synchronous,
         lanes=lanes,
         memory_share=SMALL_PRODUCT_SHARE if rows < 64 else 1.0,
@@ -241,7 +242,7 @@ def _simple(launch: Launch, rates: Rates) -> Work:
 
 
 def _product_of_few(launch: Launch, rates: Rates) -> Work:
-    """Return the work of a product with dense weights (quire/ops/triton/linear.py), whose rows fit in one tile."""
+    """Return the work of a product (quire/ops/triton/linear.py) whose rows fit in one tile."""
     code = read(launch.kernel)
     named = launch.arguments
     rows = named["rows"]
@@ -264,7 +265,7 @@ def _product_of_few(launch: Launch, rates: Rates) -> Work:
         moved=float(weights),
         cached=float(weights + x + result),
         in_flight=float((stage + rows * named["INS"] * size) * max(1, buffers - 1)),
-        products=2.0 * named["ROWS"] * outs * named["INS"] * steps,
+        products=named["ROWS"] * outs * named["INS"] * steps * named["x"].element_size(),
         synchronous=synchronous,
         path=sum(instructions.total() * times for instructions, times in parts),
         **_combined(parts, code.warps),

@@ -12,17 +12,19 @@ if HAS_TRITON:
 
     BACKENDS = [*TRITON_BACKENDS, *BACKENDS]
 
-# vLLM's names, with the nearest backend of Quire. They are only preferences, so a command line with one always starts.
-VLLM_BACKENDS = {
-    "CPU_ATTN": "cpu",
-    "TORCH_SDPA": "cpu",
-    "TRITON_ATTN": "triton",
-    "TRITON_MLA": "triton",
-    "FLASH_ATTN": "flash-attn",
+# vLLM's names, with the nearest backends of Quire. They are only preferences, so a command line with one always starts.
+VLLM_BACKENDS: dict[str, tuple[str, ...]] = {
+    "CPU_ATTN": ("cpu",),
+    "TORCH_SDPA": ("cpu",),
+    "TRITON_ATTN": ("triton",),
+    "TRITON_MLA": ("triton",),
+    "FLASH_ATTN": ("flash-attn-3", "flash-attn-4", "flash-attn"),
+    "FLASHINFER": ("flashinfer",),
     **dict.fromkeys(
-        """CUTLASS_MLA FLASHINFER FLASHINFER_MLA FLASHINFER_MLA_SPARSE FLASHMLA FLASHMLA_SPARSE FLASH_ATTN_DIFFKV
+        """CUTLASS_MLA FLASHINFER_MLA FLASHINFER_MLA_SPARSE FLASHMLA FLASHMLA_SPARSE FLASH_ATTN_DIFFKV
         FLASH_ATTN_MLA FLEX_ATTENTION IPEX PALLAS ROCM_AITER_FA ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE
-        ROCM_AITER_TRITON_MLA ROCM_AITER_UNIFIED_ATTN ROCM_ATTN TREE_ATTN XFORMERS""".split()
+        ROCM_AITER_TRITON_MLA ROCM_AITER_UNIFIED_ATTN ROCM_ATTN TREE_ATTN XFORMERS""".split(),
+        (),
     ),
 }
 
@@ -31,9 +33,10 @@ def choose_backend(shape: AttentionShape, pinned: str | None = None) -> Attentio
     """Return the best backend that supports the shape, or the pinned one. Raises ValueError if the pinned one does
     not."""
     if pinned is not None and pinned.upper() in VLLM_BACKENDS:
-        near = next((b for b in BACKENDS if b.name == VLLM_BACKENDS[pinned.upper()]), None)
-        if near is not None and near.unsupported(shape) is None:
-            return near(shape)
+        near = VLLM_BACKENDS[pinned.upper()]
+        for backend in BACKENDS:
+            if backend.name in near and backend.unsupported(shape) is None:
+                return backend(shape)
         chosen = choose_backend(shape)
         logger.warning("attention_backend=%s cannot be used here; %s takes its place", pinned, chosen.name)
         return chosen

@@ -9,7 +9,7 @@ from quire.layers.attention_spec import AttentionSpec, HeadShare, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
-from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from quire.layers.norm import RMSNorm, make_norm
 from quire.layers.qk_norm import make_qk_norm
 
@@ -100,7 +100,7 @@ class Attention(CachedAttention):
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
             self.preparing = backend
 
-    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens, inputs] -> [tokens or len(wanted), hidden], this rank's summand. The keys and values of all
         tokens are stored."""
         assert self.backend is not None, "bind the cache first"
@@ -117,7 +117,7 @@ class Attention(CachedAttention):
             if self.has_cache:
                 self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
-            return x.new_empty(0, self.hidden_size)  # only keys and values are needed
+            return q.new_empty(0, self.hidden_size)  # only keys and values are needed
         if (rise := self.temperature) is not None:
             q = self.kernels.sharpen(q, state.inputs.positions, rise.scale, rise.length, rise.offset)
         out, lse = self.backend.attend(
@@ -153,7 +153,7 @@ class Attention(CachedAttention):
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
         return out
 
-    def project(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Rows, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads = self.num_heads
         kv_heads = self.num_kv_heads
@@ -162,7 +162,7 @@ class Attention(CachedAttention):
             return self._with_short_values(qkv)
         if self.gates_heads:
             return self._with_gates_of_heads(qkv)
-        qkv = qkv.view(x.shape[0], -1, self.head_dim)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         queries = heads * (2 if self.output_gate else 1)
         keys = queries + kv_heads
         v = qkv[:, keys:]
@@ -221,7 +221,7 @@ class EncoderAttention(Attention):
     Nothing is cached, so a step contains whole sequences.
     """
 
-    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
         q, k, v, _ = self.project(x, state.slots)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.specs import OutputPart
+from quire.ops.reference.quantized import RoundedRows
+
+Rows = Tensor | RoundedRows  # the inputs of a product; only weights with `rounding` may get RoundedRows
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,17 @@ class LinearWeight(ABC):
     lasting: str
 
     @abstractmethod
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
 
     def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Like `__call__`, but in float32 if this does not slow down the kernel."""
         return self(x, bias)
+
+    def rounding(self) -> torch.dtype | None:
+        """Return the type of 8 bits to which the kernel rounds all inputs, which may then be passed as RoundedRows, or
+        None. Known once the weight is loaded."""
+        return None
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
@@ -109,7 +117,7 @@ class DenseWeight(LinearWeight):
     def _pack(self) -> None:
         self.weight = self.linear.pack(self.weight)  # type: ignore[attr-defined]
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
         out: Tensor = self.linear(x, self.weight, bias)
         return out
 
@@ -222,10 +230,17 @@ class ColumnParallelLinear:
                 self.bias[offset:end].zero_()
             offset = end
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, in_features] -> [tokens, this rank's outputs]"""
         out = self.weight(x, self.bias)
-        return out if slots is None else self.adapters.add(out, x, slots)
+        if slots is None:
+            return out
+        assert isinstance(x, Tensor)
+        return self.adapters.add(out, x, slots)
+
+    def rounding(self) -> torch.dtype | None:
+        """See LinearWeight.rounding. Adapters need inputs as they are."""
+        return self.weight.rounding() if type(self.adapters) is Adapters else None
 
 
 class RowParallelLinear:
@@ -258,12 +273,19 @@ class RowParallelLinear:
     def _drop_bias(self) -> None:
         self.bias = None
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, this rank's inputs] -> [tokens, out_features], this rank's summand"""
+        if isinstance(x, RoundedRows):
+            assert slots is None
+            return self.weight(x, self.bias)
         if self.is_copy:
             return x.new_zeros(len(x), self.out_features)
         out = self.weight(x, self.bias)
         return out if slots is None else self.adapters.add(out, x, slots)
+
+    def rounding(self) -> torch.dtype | None:
+        """See ColumnParallelLinear.rounding."""
+        return None if self.is_copy or type(self.adapters) is not Adapters else self.weight.rounding()
 
 
 class ReplicatedLinear(ColumnParallelLinear):

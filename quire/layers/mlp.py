@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, inner_share
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, inner_share
 from quire.layers.qk_norm import RMSNormOfAllHeads
 from quire.layers.specs import MLPSpec, OutputPart
 from quire.layers.xielu import XIELU
 from quire.ops import Kernels
 
-Activation = Callable[[Tensor], Tensor]
+Activation = Callable[[Tensor], Any]  # the result is Rows
 
 _PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 _SAME = {
@@ -83,8 +84,15 @@ class MLP:
             self.sub_norm = RMSNormOfAllHeads(builder, names["mlp_sub_norm"], spec.sub_norm, 1, size, inner, 1.0)
         down_bias = spec.bias or spec.down_bias
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
+        if self.activation is self.kernels.silu_and_mul and self.sub_norm is None:
+            builder.when_loaded(self._round_for_down)
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+    def _round_for_down(self) -> None:
+        """Let the activation round its results to 8 bits, if the next product does so."""
+        if (code := self.down.rounding()) is not None:
+            self.activation = partial(self.kernels.silu_and_mul_rounded, code=code)
+
+    def __call__(self, x: Rows, slots: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters."""
         up = self.up(x, slots)
         if self.factors is not None:

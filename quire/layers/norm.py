@@ -6,6 +6,7 @@ from torch import Tensor
 from quire.layers.build import Builder
 from quire.layers.specs import NormSpec
 from quire.ops import Kernels
+from quire.ops.reference.quantized import RoundedRows
 
 
 class Norm:
@@ -53,6 +54,23 @@ class RMSNorm(Norm):
         return normed, residual
 
 
+class RoundingNorm:
+    """An RMSNorm whose results are rounded to 8 bits for the only product that reads them."""
+
+    def __init__(self, norm: RMSNorm, code: torch.dtype) -> None:
+        self.norm = norm
+        self.code = code
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor | RoundedRows, Tensor]:
+        """See Norm.add. If residual is None, the result is not rounded."""
+        norm = self.norm
+        if residual is None:
+            return norm.add(x, residual)
+        rounded: tuple[RoundedRows, Tensor]
+        rounded = norm.kernels.add_rms_norm_rounded(x, residual, norm.weight, norm.eps, self.code)
+        return rounded
+
+
 class LayerNorm(Norm):
     """Layer norm, by mean and variance (arXiv:1607.06450)."""
 
@@ -81,3 +99,8 @@ def make_norm(builder: Builder, name: str | None, size: int, spec: NormSpec) -> 
     if name is None:
         return Norm(builder.kernels)
     return (RMSNorm if spec.kind == "rms" else LayerNorm)(builder, name, size, spec)
+
+
+def rounding(norm: Norm, code: torch.dtype | None) -> Norm | RoundingNorm:
+    """Return a norm whose results are rounded to `code`, if that is possible and wanted."""
+    return norm if code is None or type(norm) is not RMSNorm else RoundingNorm(norm, code)

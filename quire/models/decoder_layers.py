@@ -22,7 +22,7 @@ from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
-from quire.layers.norm import make_norm
+from quire.layers.norm import make_norm, rounding
 from quire.layers.per_layer import PerLayerBranch
 from quire.layers.rwkv import Rwkv
 from quire.layers.shared_block import SharedBlock
@@ -38,6 +38,7 @@ from quire.layers.state_spec import (
     ShortConvSpec,
 )
 from quire.models.spec import DecoderSpec
+from quire.parallel.residual_stream import ResidualStream
 
 MIXERS: dict[type, Callable[..., Any]] = {
     AttentionSpec: Attention,
@@ -83,6 +84,15 @@ class DecoderLayer:
             else:
                 self.mlp = MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
+        if type(self) is DecoderLayer and type(self.residual_stream) is ResidualStream:
+            builder.when_loaded(self._round_for_products)
+
+    def _round_for_products(self) -> None:
+        """Let the norms round their results to 8 bits, if the products that read them do so."""
+        if type(self.mixer) is Attention:
+            self.attention_norm = rounding(self.attention_norm, self.mixer.qkv.rounding())
+        if isinstance(self.mlp, MLP):
+            self.mlp_norm = rounding(self.mlp_norm, self.mlp.up.rounding())
 
     def again(self, spec: DecoderSpec, index: int, place: LayerPlace) -> Self:
         """Return a layer with the same weights in another place, before both are bound to a cache."""

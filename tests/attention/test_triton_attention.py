@@ -14,12 +14,10 @@ from attention.test_prepare import both_ways
 from quire.attention.triton.attention_backend import TritonAttention
 from quire.ops import Kernels
 from quire.ops.registry import Target
-from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-# The interpreter cuts bfloat16 off instead of rounding it.
-ROUNDING = 2**-4 if INTERPRETED else 2**-7
+ROUNDING = 2**-7
 FLOAT16 = [Kept(torch.float16, cell) for cell in (None, torch.int8, torch.float8_e4m3fn)]
 KINDS = [FLOAT32, BFLOAT16, *FLOAT16, *CELLS]
 MIXED = [(0, 1), (17, 1), (0, 20), (33, 5)]  # (cached, new) tokens

@@ -11,11 +11,10 @@ from attention.test_sparse import SparseWorld
 
 import quire.attention.triton.select
 from quire.attention.triton.attention_backend import TritonAttention
-from quire.ops.triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-ROUNDING = 2**-4 if INTERPRETED else 2**-6
+ROUNDING = 2**-6
 REQUESTS = [(0, 1), (20, 1), (24, 3)]
 
 

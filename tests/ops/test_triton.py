@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HALF = pytest.param(torch.float16, marks=pytest.mark.sampled(4))
-DTYPES = [torch.float32, HALF] + [torch.bfloat16] * (not INTERPRETED)  # the interpreter cuts bfloat16 off
+DTYPES = [torch.float32, HALF, torch.bfloat16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

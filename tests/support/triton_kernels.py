@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,28 +28,15 @@ if INSTALLED:
     import quire.ops.triton.lora
     import quire.ops.triton.masks
     import quire.ops.triton.partials
+    import quire.ops.triton.rounding
     import quire.ops.triton.sampling
     import quire.ops.triton.state_chunks
     import quire.ops.triton.states
     import quire.ops.triton.sums  # noqa: F401
+    from support.interpreter import install, pose_as, posing  # noqa: F401  # for tests
 
+    install()
     os.environ.pop("TRITON_INTERPRET", None)
-
-
-def _dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-    """The interpreter's product, with sums of floats in float64. On some processors, numpy's sums in float32 depend on
-    the place of a row in its matrix, which those of GPUs do not."""
-    if a.data.dtype != np.float32:
-        return _create_dot(builder, a, b, d, *options)
-    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(d.data.dtype)
-    return TensorHandle(product + d.data, d.dtype.scalar)
-
-
-if INSTALLED:
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    _create_dot = InterpreterBuilder.create_dot
-    InterpreterBuilder.create_dot = _dot
 
 
 @pytest.fixture

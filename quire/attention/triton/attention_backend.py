@@ -1,6 +1,6 @@
 """Paged attention on GPUs, in Triton (quire/ops/triton/attention.py, where the cache's layout is described)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -31,7 +31,8 @@ class TritonPlan:
     tiles. one_tile: whether the rows of a request's tokens fit one tile.
 
     work: the plan that attention_work.py describes, with `items` rows of items. partials: an upper bound of the number
-    of items of divided tiles; 0 if no tile can be divided. merges: of divided tiles. parts: see plan_kernel.
+    of items of divided tiles; 0 if no tile can be divided. merges: of divided tiles. parts: see plan_kernel. library:
+    what another library has planned for the step, by options (paged_backend.py).
     """
 
     layout: StepLayout
@@ -45,6 +46,7 @@ class TritonPlan:
     merges: int
     parts: int
     work: Tensor
+    library: dict[Any, Any] = field(default_factory=dict)
 
 
 class TritonAttention(PreparingBackend):

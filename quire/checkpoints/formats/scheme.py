@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, LinearWeight
+from quire.layers.linear import LinearShape, LinearWeight, Rows
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
@@ -41,7 +41,7 @@ class QuantizedWeight(LinearWeight):
         if pack is not None:
             self.pieces = [pack(p) if isinstance(p, QuantizedMatrix) else p for p in self.pieces]
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
         if len(self.pieces) == 1:
             return self._multiply(x, self.pieces[0], bias)
         outputs = []
@@ -64,7 +64,15 @@ class QuantizedWeight(LinearWeight):
         """Whether all pieces are in the layout of a kernel that multiplies codes."""
         return not any(isinstance(piece, QuantizedMatrix | Tensor) for piece in self.pieces)
 
-    def _multiply(self, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
+    def rounding(self) -> torch.dtype | None:
+        rounds = getattr(self.kernels.quantized_linear, "rounds", None)
+        (piece, *others) = self.pieces
+        if rounds is None or others or not isinstance(piece, QuantizedMatrix):
+            return None
+        code: torch.dtype | None = rounds(piece, self.dtype)
+        return code
+
+    def _multiply(self, x: Rows, piece: Piece, bias: Tensor | None) -> Tensor:
         kernel = self.kernels.linear if isinstance(piece, Tensor) else self.kernels.quantized_linear
         out: Tensor = kernel(x, piece, bias)
         return out

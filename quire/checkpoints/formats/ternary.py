@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.checkpoints.formats.packing import integer_matrix
 from quire.checkpoints.formats.scheme import QuantizedWeight, Scheme, slot
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, LinearWeight
+from quire.layers.linear import LinearShape, LinearWeight, Rows
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 
@@ -17,10 +17,14 @@ _SMALLEST = 1e-5  # lower bound of means and maxima, to avoid divisions by 0
 
 
 class TernaryWeight(QuantizedWeight):
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Rows, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
         wide = x.float()
         scale = 127 / wide.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST)
         return super().__call__(((wide * scale).round().clamp(-128, 127) / scale).to(x.dtype), bias)
+
+    def rounding(self) -> torch.dtype | None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.ops.reference.elementwise import add_rms_norm, silu_and_mul
 from quire.ops.registry import ANYWHERE, declare, declare_invariant
+
+
+def largest_code(code: torch.dtype) -> float:
+    return 448.0 if code.is_floating_point else 127.0
+
 
 _CHUNK = 2**18  # elements of a weight that are dequantized at a time, so that they stay in the processor's cache
 
@@ -110,6 +116,24 @@ class QuantizedMatrix:
         return values
 
 
+@dataclass(frozen=True)
+class RoundedRows:
+    """The inputs of a product, rounded to 8 bits: x[r, i] = codes[r, i] * scales[r].
+
+    codes: [rows, in], float8_e4m3fn or int8. scales: [rows], float32. dtype: the type of x, and of the product.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def dequantize(self) -> Tensor:
+        return (self.codes.float() * self.scales[:, None]).to(self.dtype)
+
+
 @cache
 def tensor_of(table: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the table as a tensor that stays on the device, since steps in CUDA graphs cannot copy it there."""
@@ -193,12 +217,41 @@ def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[i
         yield start, stop, weight.rows(start, stop).dequantize().to(dtype)
 
 
+@declare_invariant(*ANYWHERE)
+def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
+    """Round each row to 8 bits, so that its largest magnitude gets the largest code. x: [rows, in]; code:
+    float8_e4m3fn or int8."""
+    wide = x.float()
+    scales = wide.abs().amax(1).div(largest_code(code)).clamp(min=1e-30) if x.numel() else wide.new_empty(len(x))
+    scaled = wide / scales[:, None]
+    return RoundedRows((scaled if code.is_floating_point else scaled.round()).to(code), scales, x.dtype)
+
+
+@declare_invariant("cpu")  # where no product has the attribute `rounds`, so this is not called
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, code: torch.dtype
+) -> tuple[RoundedRows, Tensor]:
+    """add_rms_norm, whose first result is rounded by round_rows. Both arguments may be overwritten."""
+    normed, residual = add_rms_norm.reference(x, residual, weight, eps)
+    return round_rows.reference(normed, code), residual
+
+
+@declare_invariant("cpu")  # where no product has the attribute `rounds`, so this is not called
+def silu_and_mul_rounded(x: Tensor, code: torch.dtype) -> RoundedRows:
+    """silu_and_mul, whose result is rounded by round_rows."""
+    rounded: RoundedRows = round_rows.reference(silu_and_mul.reference(x), code)
+    return rounded
+
+
 @declare
-def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+def quantized_linear(x: Tensor | RoundedRows, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     """x W^T + b, with W dequantized to x's type. x: [tokens, in], bias: [out] -> [tokens, out].
 
-    An implementation may have an attribute `pack`, like implementations of `linear`.
+    An implementation may have an attribute `pack`, like implementations of `linear`. One that rounds x to 8 bits may
+    have an attribute `rounds`: a function from a packed weight and x's type to the type of the codes, or None if it
+    does not round x for this weight. x may be RoundedRows of this type.
     """
+    x = x.dequantize() if isinstance(x, RoundedRows) else x
     parts = []
     for start, stop, dense in dense_parts(weight, x.dtype):
         parts.append(torch.nn.functional.linear(x, dense, None if bias is None else bias[start:stop]))

@@ -11,7 +11,7 @@ from quire.ops.triton.targets import on_gpu
 
 
 @triton.jit
-def _norm(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constexpr):
+def norm_of(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constexpr):
     """wide: a row in float32, zero beyond dim -> the normed row times the weight, in `dtype`"""
     wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide) / dim + eps))
     if not WIDE_WEIGHT:
@@ -28,7 +28,7 @@ def _rms_norm(
     inside = columns < dim
     values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + columns, mask=inside, other=0.0)
     scales = tl.load(weight + columns, mask=inside, other=0.0)
-    normed = _norm(values.to(tl.float32), scales, dim, eps, values.dtype, WIDE_WEIGHT)
+    normed = norm_of(values.to(tl.float32), scales, dim, eps, values.dtype, WIDE_WEIGHT)
     tl.store(out + row * dim + columns, normed, mask=inside)
 
 
@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             eps,
             weight.dtype is not x.dtype,
             block,
-            num_warps=_warps(block),
+            num_warps=warps_of(block),
             enable_fp_fusion=True,
         )
     return out
@@ -70,7 +70,7 @@ def _add_rms_norm(
     total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
     tl.store(residual + row * residual_stride + columns, total, mask=inside)
     scales = tl.load(weight + columns, mask=inside, other=0.0)
-    normed = _norm(total.to(tl.float32), scales, dim, eps, total.dtype, WIDE_WEIGHT)
+    normed = norm_of(total.to(tl.float32), scales, dim, eps, total.dtype, WIDE_WEIGHT)
     tl.store(x + row * x_stride + columns, normed, mask=inside)
 
 
@@ -92,13 +92,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             eps,
             weight.dtype is not x.dtype,
             block,
-            num_warps=_warps(block),
+            num_warps=warps_of(block),
             enable_fp_fusion=True,
         )
     return x, residual
 
 
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
     """Let each thread load 8 elements (16 bytes of bfloat16). Decoding has few rows, so a row needs many threads."""
     return max(1, min(16, block // 256))
 
@@ -112,14 +112,11 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < half
-    gates = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+def gated(gates, up, alpha, limit, KIND: tl.constexpr):
+    """The gated activation KIND of some elements: gates in the tensors' type, up in float32 -> in float32, before its
+    last rounding."""
     dtype = gates.dtype
     gate = gates.to(tl.float32)
-    up = tl.load(x + row * stride + half + columns, mask=inside, other=0.0).to(tl.float32)
     if KIND == 3:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -137,7 +134,18 @@ def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.cons
         else:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
             active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         product = active.to(dtype).to(tl.float32) * up
-    tl.store(out + row * half + columns, product.to(dtype), mask=inside)
+    return product
+
+
+@triton.jit
+def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < half
+    gates = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    up = tl.load(x + row * stride + half + columns, mask=inside, other=0.0).to(tl.float32)
+    product = gated(gates, up, alpha, limit, KIND)
+    tl.store(out + row * half + columns, product.to(gates.dtype), mask=inside)
 
 
 def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:

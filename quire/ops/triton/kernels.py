@@ -10,6 +10,7 @@ import quire.ops.triton.linear
 import quire.ops.triton.lora
 import quire.ops.triton.masks
 import quire.ops.triton.partials
+import quire.ops.triton.rounding
 import quire.ops.triton.sampling
 import quire.ops.triton.state_chunks
 import quire.ops.triton.states

@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.ops.reference.elementwise import grouped_linear, linear
 from quire.ops.reference.quantized import (
     QuantizedMatrix,
+    RoundedRows,
     concatenate,
     grouped_quantized_linear,
     quantized_linear,
@@ -25,12 +26,14 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.registry import Function, Op, Target
 from quire.ops.triton.float8 import converts_float8
-from quire.ops.triton.linear_kernels import _product, _rounded, _total
+from quire.ops.triton.linear_kernels import _product, _total
 from quire.ops.triton.packed import PackedMatrix, pack, words_of
-from quire.ops.triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
+from quire.ops.triton.rounding import round_rows
+from quire.ops.triton.targets import on_gpu, on_gpu_in_any_batch, precision
 from quire.ops.triton.tiles import suits_few_rows, tile_of
 from quire.platform.gpu.cards import card_of
 
+_MOST_ROWS_OF_OWN = 64  # of a float8 product that Quire's kernel computes rather than torch's library
 _FIXED_ROWS = 64  # rows per expert for the choice of tiles and splits if these must not depend on the batch
 
 
@@ -59,9 +62,46 @@ def grouped_linear_triton(
 
 
 @quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
-def quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, fixed: bool = False) -> Tensor:
+def quantized_linear_triton(
+    x: Tensor | RoundedRows, weight: QuantizedMatrix, bias: Tensor | None, fixed: bool = False
+) -> Tensor:
     """fixed: see grouped_linear_triton."""
     return _quantized(x, weight, bias, None, fixed)
+
+
+def _on_gpu_in_bfloat16(target: Target) -> bool:
+    return on_gpu(target) and target.dtype is torch.bfloat16
+
+
+@quantized_linear.implementation("scaled-mm", supports=_on_gpu_in_bfloat16, invariant_on=())
+def quantized_linear_scaled_mm(x: Tensor | RoundedRows, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """torch's product of float8 (CUTLASS or cuBLAS) for more than 64 rows, if each output has one scale and the card
+    has float8. All other products are those of "triton". With fewer rows, the time is that of loading the weights.
+
+    Sums are exact enough without fast accumulation (`use_fast_accum`), which keeps about 14 bits.
+    """
+    packed = weight if isinstance(weight, PackedMatrix) else pack(weight)
+    outs, ins = packed.codes.shape
+    scaled = (
+        len(x) > _MOST_ROWS_OF_OWN
+        and packed.codes.is_floating_point()
+        and packed.group >= ins
+        and packed.factors is None
+        and not outs % 16
+        and not ins % 16
+        and rounding_of(packed, x.dtype, packed.codes.device) is not None
+    )
+    if not scaled:
+        return _quantized(x, packed, bias, None, False)
+    rows = x if isinstance(x, RoundedRows) else round_rows(x, packed.codes.dtype)
+    return torch._scaled_mm(
+        rows.codes,
+        packed.codes.t(),
+        scale_a=rows.scales[:, None],
+        scale_b=packed.scales.t().float(),
+        bias=bias,
+        out_dtype=rows.dtype,
+    )
 
 
 @grouped_quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
@@ -72,45 +112,51 @@ def grouped_quantized_linear_triton(
     return _quantized(x, weight, bias, offsets, fixed)
 
 
-def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
+def rounding_of(weight: QuantizedMatrix, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the type of 8 bits to which products with the weight round their inputs of type `dtype`, or None if they
+    compute with inputs as they are. weight: packed."""
+    codes = weight.codes
+    whole = weight.group >= weight.in_features
+    if (
+        dtype is torch.float32
+        or weight.bits == 4
+        or weight.offsets is not None
+        or (codes.is_floating_point() and not converts_float8(device))
+        or not (whole or weight.group % 64 == 0)
+    ):
+        return None
+    return codes.dtype
+
+
+def _rounding(weight: QuantizedMatrix, dtype: torch.dtype) -> torch.dtype | None:
+    """The attribute `rounds` of quantized_linear. Inputs that have another order are not rounded before the product."""
+    return None if weight.order is not None else rounding_of(weight, dtype, weight.codes.device)
+
+
+def _quantized(
+    x: Tensor | RoundedRows, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool
+) -> Tensor:
     """bounds: the offsets of the experts' rows, None if all rows have the same weight."""
     packed = weight if isinstance(weight, PackedMatrix) else pack(weight)
-    x = x if packed.order is None else x[:, packed.order]
-    if x.dtype is torch.float32:
-        return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
-    if packed.bits == 4:
-        kind = "table" if packed.table else "four" if packed.offsets is None else "offsets"
-        return _launch(x, None, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
-    native = converts_float8(x.device)
-    is_float8 = packed.codes.is_floating_point()
-    whole = packed.group >= packed.in_features
-    if (
-        packed.offsets is not None
-        or (is_float8 and not (native or INTERPRETED))
-        or not (whole or packed.group % 64 == 0)
-    ):
-        return _launch(x, None, packed.codes, packed, bias, bounds, "wide", x.dtype, fixed)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows, ins = x.shape
-    codes = torch.empty_like(x, dtype=torch.uint8)
-    scales = x.new_empty(rows, dtype=torch.float32)
-    if rows:
-        block = triton.next_power_of_2(ins)
-        _rounded[(rows,)](
-            x,
-            codes,
-            scales,
-            ins,
-            x.stride(0),
-            is_float8,
-            native,
-            block,
-            num_warps=min(max(block // 1024, 1), 16),
-            enable_fp_fusion=True,
-        )
-    codes = codes.view(packed.codes.dtype)
-    kind = "float8" if is_float8 else "int8"
-    return _launch(codes, scales, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
+    if isinstance(x, Tensor):
+        x = x if packed.order is None else x[:, packed.order]
+        code = rounding_of(packed, x.dtype, x.device)
+        if code is None:
+            return _launch(x, None, packed.codes, packed, bias, bounds, _kind(packed, x.dtype), x.dtype, fixed)
+        rows = round_rows(x, code)
+    else:
+        rows = x
+    kind = "float8" if packed.codes.is_floating_point() else "int8"
+    return _launch(rows.codes, rows.scales, packed.codes, packed, bias, bounds, kind, rows.dtype, fixed)
+
+
+def _kind(packed: PackedMatrix, dtype: torch.dtype) -> str:
+    """Return the kind of a product whose inputs are not rounded, see tiles.py."""
+    if dtype is torch.float32:
+        return "float32"
+    if packed.bits == 8:
+        return "wide"
+    return "table" if packed.table else "four" if packed.offsets is None else "offsets"
 
 
 def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
@@ -182,7 +228,7 @@ def _launch(
     if bounds is not None:
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
     is_native = converts_float8(x.device)
-    has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
+    has_ptx = card.backend == "cuda" and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts,
         x,
@@ -251,5 +297,7 @@ _register_fixed(grouped_linear, grouped_linear_triton)
 _fixed = _register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
 for _function in (grouped_quantized_linear_triton, _fixed):
     _function.join = _join  # type: ignore[attr-defined]
-for _function in (quantized_linear_triton, _register_fixed(quantized_linear, quantized_linear_triton)):
+_of_quantized = (quantized_linear_triton, quantized_linear_scaled_mm)
+for _function in (*_of_quantized, _register_fixed(quantized_linear, quantized_linear_triton)):
     _function.pack = pack  # type: ignore[attr-defined]
+    _function.rounds = _rounding  # type: ignore[attr-defined]

@@ -3,15 +3,12 @@
 import triton
 import triton.language as tl
 
-from quire.ops.triton.float8 import to_float8
 from quire.ops.triton.weights import group_of_quarter, weights_of
 
 
 @triton.jit
 def multiplied(a, b, sums, PRECISION: tl.constexpr):
     """sums + a b"""
-    if PRECISION == "interpreted":  # Triton's interpreter cannot multiply bfloat16
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
 
 
@@ -138,7 +135,7 @@ def _product(
     offset_rows = offsets + weight_rows * scale_stride
     x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
     per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
-    integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
+    integers: tl.constexpr = EIGHT and FORM == "integer"
     sum_type: tl.constexpr = tl.int32 if integers else tl.float32
     # Tensor cores add float8 products with few bits, so they compute no long sums.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
@@ -243,22 +240,3 @@ def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr):
     for split in range(splits):
         total += tl.load(parts + (split * size).to(tl.int64) + at, mask=inside, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each row. It writes the row as codes of 8 bits, and their scale. BLOCK: at least ins."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < ins
-    wide = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    top: tl.constexpr = 448.0 if FLOAT8 else 127.0
-    scale = tl.maximum(tl.max(tl.abs(wide)) / top, 1e-30)
-    tl.store(scales + row, scale)
-    scaled = wide / scale
-    if FLOAT8:
-        code = to_float8(scaled, NATIVE)
-    else:
-        shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
-        code = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
-    tl.store(codes + row * ins + at, code, mask=inside)

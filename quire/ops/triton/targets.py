@@ -14,8 +14,6 @@ if not INTERPRETED:
 
 def precision(dtype: torch.dtype) -> str:
     """Return the value of PRECISION for `multiplied`."""
-    if INTERPRETED:
-        return "interpreted"
     return "ieee" if dtype is torch.float32 else "tf32"
 
 

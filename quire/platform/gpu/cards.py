@@ -64,6 +64,8 @@ CARDS = {
         "AMD MI300X", "hip", "gfx942", 304, 64 * _KIB, 64 * _KIB, 192 * _GIB, 64, warps=32, reserved_memory=0
     ),
 }
+# The card whose kernels Triton's interpreter runs: with one processor, launches are not divided. Tests choose others.
+INTERPRETED = replace(CARDS["sm_80"], processors=1)
 
 # The limits of AMD's architectures, by the beginning of their names: bytes of LDS that a program can use, bytes of LDS
 # of a processor (for RDNA a workgroup processor), threads of a wave, and waves of a processor. The longest beginning
@@ -81,12 +83,12 @@ _AMD = {
 def card_of(device: torch.device) -> Card:
     """Return the card of a device: the entry of CARDS for its capability, with the device's own sizes. A capability
     missing in CARDS is treated as the nearest lower one. A CPU, on which Triton's interpreter runs kernels, counts as
-    an A100 with one processor.
+    INTERPRETED.
     """
     import torch
 
     if device.type != "cuda":
-        return replace(CARDS["sm_80"], name=str(device), processors=1)
+        return replace(INTERPRETED, name=str(device))
     found: Any = torch.cuda.get_device_properties(device)
     architecture = getattr(found, "gcnArchName", "").partition(":")[0]
     if architecture.startswith("gfx"):
