@@ -73,6 +73,7 @@ _RANKS = (
     Conflict(f.SEQUENCE_PARALLEL, f.NO_TENSOR_PARALLEL, "it divides tokens among tensor-parallel ranks"),
     Conflict(f.DEEP_EP, f.NOT_BFLOAT16, "DeepEP exchanges bfloat16 between GPUs", "leave the option out, or set dtype"),
     Conflict(f.DEEP_EP, f.ON_CPU, "DeepEP exchanges bfloat16 between GPUs"),
+    Conflict(f.SYMMETRIC_MEMORY, f.ON_CPU, "its kernels read the memory of other GPUs"),
     *_with_each(
         f.LORA,
         (f.MOVED_TOKENS, f.EPLB),

@@ -1,8 +1,16 @@
-"""The options of --eplb-config: how experts are moved between ranks."""
+"""How ranks exchange the tokens of experts, and the options of --eplb-config: how experts are moved between ranks."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.config.declaration import AtLeast0, AtLeast1, ConfigError
+
+All2All = Literal[
+    "all_to_all", "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "symmetric_memory"
+]
+# Those whose sizes do not depend on the experts that tokens choose, so that CUDA graphs can contain them.
+FIXED: tuple[All2All, ...] = ("allgather_reducescatter", "deepep_low_latency", "symmetric_memory")
+DEEP_EP: tuple[All2All, ...] = ("deepep_high_throughput", "deepep_low_latency")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from quire.config.experts import DEEP_EP as DEEP_EP_EXCHANGES
 from quire.config.kv_transfer import CONNECTORS
 
 if TYPE_CHECKING:
@@ -198,8 +199,12 @@ MOVED_TOKENS = _engine(
 EPLB = _engine("enable_eplb", lambda c: c.parallel.enable_eplb)
 DBO = _engine("enable_dbo", lambda c: c.parallel.enable_dbo)
 DEEP_EP = _engine(
-    "all2all_backend='deepep_high_throughput'",
-    lambda c: c.parallel.all2all_backend != "all_to_all" and c.parallel.exchanges_tokens,
+    "all2all_backend of DeepEP",
+    lambda c: c.parallel.all2all_backend in DEEP_EP_EXCHANGES and c.parallel.exchanges_tokens,
+)
+SYMMETRIC_MEMORY = _engine(
+    "all2all_backend='symmetric_memory'",
+    lambda c: c.parallel.all2all_backend == "symmetric_memory" and c.parallel.exchanges_tokens,
 )
 
 # ---- options: machines

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.config.declaration import ConfigError, at_least, option, read_object
-from quire.config.experts import BalanceOptions
+from quire.config.experts import All2All, BalanceOptions
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ParallelConfig:
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
     enable_expert_parallel: bool = option(False, flags=("-ep",))
-    all2all_backend: Literal["all_to_all", "deepep_high_throughput"] = "all_to_all"
+    all2all_backend: Literal["auto", All2All] = "auto"
     enable_eplb: bool = False
     eplb_config: dict[str, Any] = option({}, json=True)
     enable_dbo: bool = False
@@ -57,6 +57,11 @@ class ParallelConfig:
     def shares_experts(self) -> bool:
         """Whether the replicas share experts, and therefore run their steps in lockstep."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def exchange(self) -> All2All:
+        """How ranks with different tokens exchange them."""
+        return "all_to_all" if self.all2all_backend == "auto" else self.all2all_backend
 
     @property
     def exchanges_tokens(self) -> bool:

@@ -76,9 +76,8 @@ SHORT_FLAGS: Mapping[str, str] = _TABLES["short_flags"]
 # vLLM's spellings of values of Quire's own options.
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "all2all_backend": {
-        "deepep_low_latency": "deepep_high_throughput",
         "deepep_v2": "deepep_high_throughput",
-        **dict.fromkeys(_TABLES["all2all_backends"].split(), "all_to_all"),
+        **dict.fromkeys(_TABLES["all2all_backends"].split(), "auto"),
     },
     "attention_backend": {"auto": None},
     "distributed_executor_backend": {"uni": "mp"},

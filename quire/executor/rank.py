@@ -122,7 +122,9 @@ def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
         return mesh
     if kind == "cpu":
         return replace(mesh, tp=with_shared_sums(mesh.tp))
-    if start.config.parallel.disable_custom_all_reduce:
+    options = start.config.parallel
+    # torch's symmetric memory is of one kind in a process, and that of the exchange is NVSHMEM's
+    if options.disable_custom_all_reduce or options.all2all_backend == "symmetric_memory":
         return mesh
     return replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
 

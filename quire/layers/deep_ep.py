@@ -14,22 +14,28 @@ from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
 
 
-def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, hidden_size: int) -> Any:
-    """Return the memory through which all layers exchange tokens. All ranks of the group must call it. Raises
-    ConfigError if DeepEP cannot be used. DeepEP itself pickles the messages that its ranks exchange here."""
+def import_buffer() -> Any:
+    """Return DeepEP's class Buffer. Raises ConfigError if it cannot be imported."""
     try:
         from deep_ep import Buffer
     except ImportError as error:
         raise ConfigError(
             f"all2all_backend: DeepEP's package deep_ep cannot be imported ({error_text(error)})"
         ) from None
+    return Buffer
+
+
+def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, hidden_size: int) -> Any:
+    """Return the memory through which all layers exchange tokens. All ranks of the group must call it. Raises
+    ConfigError if DeepEP cannot be used. DeepEP itself pickles the messages that its ranks exchange here."""
+    buffer = import_buffer()
     size = hidden_size * dtype.itemsize
-    configs = (Buffer.get_dispatch_config, Buffer.get_combine_config)
+    configs = (buffer.get_dispatch_config, buffer.get_combine_config)
     hints = [
         (config.get_nvl_buffer_size_hint(size, group.size), config.get_rdma_buffer_size_hint(size, group.size))
         for config in (get(group.size) for get in configs)
     ]
-    return Buffer(group.group, *map(max, zip(*hints, strict=True)))
+    return buffer(group.group, *map(max, zip(*hints, strict=True)))
 
 
 class DeepEP(Exchanged):

@@ -27,8 +27,8 @@ class Routed:
     """Rows for the experts of this rank, sorted by expert.
 
     rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows after
-    the last offset belong to no expert. origins: returns, for each row (and possibly for additional ones), the token of
-    the step that it copies, and the index of its expert on this rank.
+    the last offset belong to no expert. origins: returns, for each row (and possibly for additional ones), the token
+    that it copies, and the index of its expert on this rank.
     """
 
     rows: Tensor

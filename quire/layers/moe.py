@@ -5,15 +5,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.config.experts import All2All
 from quire.layers.build import Builder
 from quire.layers.deep_ep import DeepEP
+from quire.layers.deep_ep_low_latency import DeepEPLowLatency
 from quire.layers.dispatch import Dispatch, Everywhere, Exchanged, Replicated, Routed
 from quire.layers.experts import fused_experts, separate_experts
+from quire.layers.fixed_dispatch import Gathered
 from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
 from quire.layers.lora import LowRank, slots_of_copies
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
+from quire.layers.symmetric_dispatch import Symmetric
 from quire.ops.reference.routing import Routing
+
+_EXCHANGES: dict[All2All, type[Exchanged]] = {
+    "all_to_all": Exchanged,
+    "allgather_reducescatter": Gathered,
+    "deepep_high_throughput": DeepEP,
+    "deepep_low_latency": DeepEPLowLatency,
+    "symmetric_memory": Symmetric,
+}
 
 
 def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
@@ -23,7 +35,7 @@ def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
         return Everywhere(builder, num_experts)
     if ranks.replicated:
         return Replicated(builder, ranks, num_experts)
-    return (Exchanged if ranks.buffer is None else DeepEP)(builder, ranks, num_experts)
+    return _EXCHANGES[ranks.backend](builder, ranks, num_experts)
 
 
 def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> MoESpec:
@@ -132,18 +144,20 @@ class MoE:
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
 
     def __call__(self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters; with
-        adapters, all tokens are this rank's own. to_router: the router's input if it is not x."""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters.
+        to_router: the router's input if it is not x."""
         own = self.dispatch.own(x)
-        logits = self.router(own if to_router is None else self.dispatch.own(to_router), slots)
+        own_slots = None if slots is None else self.dispatch.own(slots)
+        logits = self.router(own if to_router is None else self.dispatch.own(to_router), own_slots)
         weights, experts = self.kernels.choose_experts(logits, self.correction_bias, self.routing)
         if self.latent_in is not None:
-            own = self.latent_in(own, slots)
+            own = self.latent_in(own, own_slots)
         if self.spec.weigh_inputs:
             own = self.kernels.multiply(own, weights)
             weights = None
         if self.loads is not None:
-            self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
+            chosen = experts.flatten()
+            self.loads.index_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
         sent = self.dispatch.send(own, experts, weights, len(x))
         shared = self._shared(x, slots)  # overlaps with the exchange of tokens
         routed = sent.collect(self._compute(sent.receive(), slots))

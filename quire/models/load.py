@@ -21,10 +21,14 @@ from quire.checkpoints.packed.cache import WeightCache, open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.experts import FIXED
 from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
+from quire.layers.deep_ep_low_latency import open_low_latency_buffer
 from quire.layers.linear import DenseWeight, LinearMethod
 from quire.layers.lora import AdapterSlots
+from quire.layers.specs import MoESpec
+from quire.layers.symmetric_dispatch import SymmetricBuffer
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
 from quire.models.kernel_units import choose_kernels
@@ -37,7 +41,7 @@ from quire.multimodal.spec import MediaSpec
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import find_compiler, is_deferred
 from quire.ops.memory import lasting
-from quire.parallel.experts import ExpertRanks
+from quire.parallel.experts import ExpertRanks, StepCapacity
 from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import DividedStream, ResidualStream
@@ -45,8 +49,8 @@ from quire.parallel.step_halves import Halves, WholeStep
 
 
 def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device) -> ExpertRanks | None:
-    """Return the ranks across which the experts of each layer are distributed. Raises ConfigError if DeepEP cannot be
-    used."""
+    """Return the ranks across which the experts of each layer are distributed. Raises ConfigError if their kernels
+    cannot be used."""
     options = config.parallel
     if not options.enable_expert_parallel:
         return None
@@ -54,18 +58,37 @@ def _expert_ranks(config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: t
     if mesh.ep.size == 1:
         return None
     group = mesh.tp if replicated else mesh.ep
-    redundant = options.balance.num_redundant_experts
-    buffer = None
-    if options.all2all_backend != "all_to_all" and not replicated:
-        buffer = open_buffer(group, resolve_dtype(config.model), device, spec.hidden_size)
-    return ExpertRanks(
+    ranks = ExpertRanks(
         group,
         replicated,
-        redundant if options.enable_eplb else 0,
+        options.balance.num_redundant_experts if options.enable_eplb else 0,
         options.enable_eplb,
         Halves() if options.enable_dbo else WholeStep(),
-        buffer,
     )
+    return ranks if replicated else _with_exchange(ranks, config, spec, mesh, device)
+
+
+def _with_exchange(
+    ranks: ExpertRanks, config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device
+) -> ExpertRanks:
+    """Return the ranks with the memory and the capacity of their exchange. Raises ConfigError."""
+    backend = config.parallel.exchange
+    dtype = resolve_dtype(config.model)
+    group = ranks.group
+    buffer = None
+    capacity = StepCapacity(group) if backend in FIXED else None
+    if capacity is not None and backend != "allgather_reducescatter":
+        mixtures = [mlp for mlp in spec.mlps if isinstance(mlp, MoESpec)]
+        slots = max(len(ranks.first_slots(mixture.num_experts)) for mixture in mixtures)
+        room = -(-capacity.most // mesh.tp.size)
+        if backend == "deepep_low_latency":
+            buffer = open_low_latency_buffer(group, spec.hidden_size, slots, room)
+        else:
+            top_k = max(mixture.top_k for mixture in mixtures)
+            buffer = SymmetricBuffer(group, dtype, device, spec.hidden_size, slots, top_k, room)
+    elif backend == "deepep_high_throughput":
+        buffer = open_buffer(group, dtype, device, spec.hidden_size)
+    return replace(ranks, backend=backend, buffer=buffer, capacity=capacity)
 
 
 def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:

@@ -5,8 +5,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.experts import All2All
 from quire.parallel.mesh import Communicator
 from quire.parallel.step_halves import WholeStep
+
+MOST_FIXED_TOKENS = 256  # of a rank's step; memory for the received rows grows with it and with the number of ranks
+
+
+class StepCapacity:
+    """The number of tokens for which every rank has room in the exchanges of a step.
+
+    It covers the largest step of all ranks, so nothing is ever dropped. The ranks agree on it once before each step, on
+    the host. Then no layer needs the host, and CUDA graphs can contain the exchanges. Larger steps have no fixed
+    capacity: their ranks send numbers of rows first, which the host reads.
+    """
+
+    def __init__(self, group: Communicator, most: int = MOST_FIXED_TOKENS) -> None:
+        """group: the ranks that exchange tokens. most: the largest fixed capacity."""
+        self.group = group
+        self.most = most
+        self.tokens = 0  # 0: no fixed capacity in this step
+
+    def agree(self, tokens: int, tokens_per_request: int) -> tuple[int, int]:
+        """Set the capacity of the next step. All ranks call this together. Returns the largest number of tokens of a
+        rank's step, and the number of tokens per request if it is the same on all ranks, otherwise 0."""
+        largest, highest, lowest = self.group.maxima((tokens, tokens_per_request, -tokens_per_request))
+        self.tokens = largest if largest <= self.most else 0
+        return largest, highest if highest == -lowest else 0
 
 
 @dataclass(frozen=True)
@@ -15,7 +40,8 @@ class ExpertRanks:
 
     replicated: whether all ranks have the same tokens in a step; otherwise they exchange them. redundant: how many
     experts have a second copy. measures: whether the layers count the tokens of each expert. turns: the turns of two
-    half steps that exchange tokens alternately. buffer: DeepEP's, if its kernels exchange tokens.
+    half steps that exchange tokens alternately. backend: how tokens are exchanged. buffer: the memory that its kernels
+    need. capacity: of the current step, if the backend uses a fixed one.
     """
 
     group: Communicator
@@ -23,7 +49,9 @@ class ExpertRanks:
     redundant: int = 0
     measures: bool = False
     turns: WholeStep = WholeStep()
+    backend: All2All = "all_to_all"
     buffer: Any = None
+    capacity: StepCapacity | None = None
 
     def first_slots(self, experts: int) -> list[int]:
         """Return the initial expert of each slot. Slots are numbered across all ranks, and each rank has equally many.

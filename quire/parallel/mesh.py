@@ -134,6 +134,15 @@ class Communicator:
         work = dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True)
         return Exchange(out, work)
 
+    def gather_equal(self, x: Tensor) -> Exchange:
+        """Start to gather the rows of all ranks, of which each has equally many. x: [rows, columns] -> [size * rows,
+        columns]. x must not change until the exchange is completed."""
+        if self.size == 1:
+            return Exchange(x)
+        out = x.new_empty(self.size * len(x), x.shape[1])
+        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        return Exchange(out, run(out, x.contiguous(), group=self.group, async_op=True))
+
     def pass_on(self, x: Tensor, to: int, out: Tensor, source: int) -> Passing:
         """Start to send x to one rank, and to receive `out` from another rank. Empty tensors are not sent.
 
@@ -147,6 +156,15 @@ class Communicator:
     def minimum(self, value: int) -> int:
         """Return the smallest of the ranks' values, so that all ranks make the same choice."""
         return self._agree(value, dist.ReduceOp.MIN)
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of the ranks' values at each place."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        largest: list[int] = tensor.tolist()
+        return largest
 
     def total(self, value: int) -> int:
         """Return the sum of the ranks' values."""

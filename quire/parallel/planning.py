@@ -1,5 +1,6 @@
 """The mesh of a first rank before any rank is started, used to plan what it will execute."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ class PlannedGroup(Communicator):
 
     def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         return value * self.size if operation == dist.ReduceOp.SUM else value
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        return list(values)
 
 
 def planned_mesh(sizes: MeshSizes, kind: str, can_share_memory: bool) -> Mesh:

@@ -10,6 +10,7 @@ from quire.attention.base import CacheBackend
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.model import Model
+from quire.parallel.experts import StepCapacity
 from quire.parallel.pipeline import Pipe
 
 
@@ -19,13 +20,15 @@ class ForwardParts:
 
     pipe: of a pipeline stage, None for a whole model. taps: the tensors that receive hidden states of chosen layers,
     see Model.forward. layer_done: see ForwardState; recorded, captured and overlapped forwards do not call it.
-    compiled: the model's forward as compiled by torch.compile, None for the model's own.
+    compiled: the model's forward as compiled by torch.compile, None for the model's own. capacity: of the exchanges
+    with other replicas, None if it is not fixed.
     """
 
     pipe: Pipe | None = None
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     layer_done: Callable[[], None] | None = None
     compiled: Callable[..., Tensor] | None = None
+    capacity: StepCapacity | None = None
 
 
 _NO_PARTS = ForwardParts()
@@ -41,6 +44,7 @@ class Forward:
         self.pipe = parts.pipe
         self.taps = dict(parts.taps)
         self.layer_done = parts.layer_done
+        self.capacity = parts.capacity
         self._compiled = parts.compiled
 
     def compute(self, x: Tensor, state: ForwardState, rows: Tensor | None, taps: Mapping[int, Tensor]) -> Tensor:
@@ -48,8 +52,18 @@ class Forward:
         return (self._compiled or self.model.forward)(x, state, rows, taps)
 
     def fit(self, size: StepSize) -> StepSize:
-        """Return the size to which a step of this size is padded."""
+        """Return the size to which a step of this size is padded. Call it once before each step: ranks that share
+        experts agree on the capacity of their exchanges."""
+        self.agree(size)
         return size
+
+    def agree(self, size: StepSize) -> StepSize:
+        """Agree with the ranks that share experts on the capacity of a step, see StepCapacity. Returns a size that
+        covers the steps of all ranks."""
+        if self.capacity is None:
+            return size
+        tokens, per_request = self.capacity.agree(size.tokens, size.tokens_per_request)
+        return size._replace(tokens=tokens, tokens_per_request=per_request)
 
     def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Return the hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call.

@@ -142,13 +142,25 @@ class CapturedForward(Forward):
         self.staging = staging
         most_requests = len(staging.batch.num_tokens)
         self._sizes = graph_sizes(options, most_requests, most_tokens, most_per_request)
+        if self.capacity is not None:
+            most = self.capacity.most
+            self._sizes = {n: [size for size in sizes if size.tokens <= most] for n, sizes in self._sizes.items()}
         self._graphs: dict[StepSize, _Graph] = {}
 
     def fit(self, size: StepSize) -> StepSize:
-        count = size.tokens_per_request if size.tokens_per_request in self._sizes else 0
+        largest = self.agree(size)
+        count = largest.tokens_per_request if largest.tokens_per_request in self._sizes else 0
         sizes = chain(self._sizes[count], self._sizes[0])
-        found = next((larger for larger in sizes if larger.tokens >= size.tokens), size)
+        found = next((larger for larger in sizes if larger.tokens >= largest.tokens), None)
+        if found is None:
+            return size
+        self._set_capacity(found)
         return found._replace(adapted=size.adapted)
+
+    def _set_capacity(self, size: StepSize) -> None:
+        """Prepare for a step that all ranks pad to the same size."""
+        if self.capacity is not None:
+            self.capacity.tokens = size.tokens
 
     @property
     def num_graphs(self) -> int:
@@ -239,6 +251,7 @@ class CapturedForward(Forward):
         most = max((size.tokens for size in sizes), default=0)
         memory = torch.zeros(most, self.model.input_size, dtype=target.dtype, device=target.device)
         for size in sizes:
+            self._set_capacity(size)
             inputs = self.staging.stage_dummy(size)
             x = self.model.residual_stream.own(memory[: size.tokens])
             run = partial(self.layers, x, replace(inputs, longest_prompt=0))

@@ -91,7 +91,9 @@ def largest_step(runner: Runner[Any], tokens: int, encoders: EncoderLimits) -> S
     before = torch.cuda.memory_reserved(device)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
         embeddings = runner.media.rehearse(encoders)
-        inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
+        size = StepSize(tokens, len(batch.num_tokens))
+        runner.forward.agree(size)
+        inputs = runner.staging.stage_dummy(size)
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_reserved(device) - before

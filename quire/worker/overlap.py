@@ -49,6 +49,8 @@ class OverlappedForward(Forward):
             return super().layers(x, inputs, rows)
         unit = size.tokens_per_request or 1  # split between requests if they have equally many tokens
         middle = size.tokens // unit // 2 * unit
+        if self.capacity is not None:
+            self.capacity.tokens = 0  # it is that of whole steps
         parts = slice(0, middle), slice(middle, size.tokens)
         work = [partial(self._half, x[part], _part(inputs, part), part) for part in parts]
         return pick(torch.cat(self._halves.run(*work)), rows)

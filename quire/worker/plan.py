@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.attention.base import ENTRY_ALIGNMENT, CacheBackend
 from quire.config.engine import EngineConfig
+from quire.config.experts import FIXED
 from quire.kv.specs import ModelKVSpec, StateShape
 from quire.models.kv_groups import KVGroups
 from quire.models.model import Shape
@@ -165,12 +166,14 @@ def choose_forward(
         return ForwardKind.EAGER, "hardly two steps of a model that pools have the same size"
     if shares_experts and options.enable_dbo:
         return ForwardKind.OVERLAPPED, "enable_dbo computes a step in two halves"
-    groups = [group for group in (mesh.tp, mesh.dcp) if group.size > 1]
+    exchanges = shares_experts and mesh.ep.size != mesh.tp.size
+    has_capacity = options.exchange in FIXED
+    groups = [group for group in (mesh.tp, mesh.dcp, mesh.ep if exchanges else mesh.tp) if group.size > 1]
     for is_so, reason in (
         (config.model.enforce_eager, "enforce_eager"),
         # Graphs would keep using the initial places of experts that move.
         (shares_experts and options.enable_eplb, "enable_eplb moves experts"),
-        (shares_experts and mesh.ep.size != mesh.tp.size, "ranks exchange the tokens of experts"),
+        (exchanges and not has_capacity, "ranks exchange the tokens of experts, and the host their numbers"),
         (not all(group.capturable for group in groups), "what ranks exchange cannot be captured"),
         (config.model.model_impl == "transformers", "transformers' code does not consist of kernels only"),
         (config.model.torch_compile and not gpu, "torch_compile calls the layers"),

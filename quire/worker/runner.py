@@ -84,7 +84,7 @@ class Runner(ABC, Generic[Launched]):
         if skipped is not None:
             self._launched[step.step_id] = skipped
             if self.in_lockstep:
-                self.forward(self.staging.stage_dummy(StepSize(1, 1, 1)))
+                self.forward(self.staging.stage_dummy(self.forward.fit(StepSize(1, 1, 1))))
         else:
             self.batch.add_known_tokens(step)
             self.batch.edit_block_tables(step)

@@ -43,6 +43,7 @@ def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     if runner.model.adapters is not None:  # a step with few tokens, and one with many
         for tokens in sorted({1, min(most_tokens, 128)}):
             size = StepSize(tokens, len(batch.num_tokens), adapted=True)
+            runner.forward.agree(size)
             runner.forward(runner.staging.stage_dummy(size))
 
 

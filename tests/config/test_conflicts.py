@@ -72,11 +72,13 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.EPLB: {"enable_eplb": True, "enable_expert_parallel": True},
     f.DBO: {"enable_dbo": True, **EXPERTS},
     f.DEEP_EP: {"all2all_backend": "deepep_high_throughput", **EXPERTS},
+    f.SYMMETRIC_MEMORY: {"all2all_backend": "symmetric_memory", **EXPERTS},
     f.RAY: {"distributed_executor_backend": "ray"},
     f.RAY_RANKS: {"distributed_executor_backend": "ray"},
     f.RAY_REPLICAS: {"data_parallel_backend": "ray"},
     f.SEVERAL_MACHINES: {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "secret"},
     f.SPANNING_REPLICA: {"nnodes": 4, "tensor_parallel_size": 4, "cluster_secret_file": "secret"},
+    f.REPLICAS_ELSEWHERE: {"data_parallel_size": 2, "data_parallel_size_local": 1, "cluster_secret_file": "secret"},
     f.HEADLESS: {"headless": True, "data_parallel_size_local": 1, "cluster_secret_file": "secret"},
     f.ONE_REPLICA_SERVER: {"data_parallel_rank": 0},
     f.HYBRID_LB: {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},
@@ -230,6 +232,7 @@ ALLOWED = {
     "memory or devices that do not suffice": """engine/devices.py executor/ray_cluster.py scheduler/compression.py
         worker/device.py worker/memory.py""",
     "a package, a plugin or a compiler that is missing": """cli/compile.py executor/messages.py layers/deep_ep.py
+        layers/symmetric_dispatch.py
         models/load.py sampling/logits_processors.py server/middleware.py server/tracing.py structured/backends.py""",
     "the value of one option, where it is declared": """bench/sweep.py cli/top.py router/config.py server/adapters.py
         server/app.py server/spans.py""",

@@ -105,7 +105,7 @@ def test_ranks_that_exchange_tokens_with_deep_ep_get_what_one_rank_gets(name, ke
     tokens = [draw(f"tokens of rank {rank}", (rank * 5) % 7, HIDDEN) for rank in range(3)]
 
     def work(group: ThreadGroup) -> Tensor:
-        ranks = ExpertRanks(group, False, buffer=DeepEPBuffer(group))
+        ranks = ExpertRanks(group, False, backend="deepep_high_throughput", buffer=DeepEPBuffer(group))
         layer, _ = build_layer(lambda builder: MoE(builder, spec, HIDDEN, NAMES), kernels, experts=ranks)
         return layer(tokens[group.rank].clone())
 

@@ -12,6 +12,7 @@ from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.messages.engine import EngineCoreRequest
 from quire.ops.registry import OPS
+from quire.parallel.experts import StepCapacity
 from quire.parallel.step_halves import Halves
 from quire.scheduler.scheduler import Scheduler
 from support.checkpoints import ALL_VARIANTS
@@ -94,6 +95,33 @@ def test_replicas_that_share_experts_together_with(checkpoints, references, vari
     replicas = shared(checkpoints, references, variant, **more)
     if "num_gpu_blocks_override" in more:
         assert any(core.scheduler.stats.preemptions for core in replicas.cores)
+
+
+FIXED = {"all2all_backend": "allgather_reducescatter"}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {"data_parallel_size": 3, "tensor_parallel_size": 2}),
+        ("deepseek_v3", {"pipeline_parallel_size": 2}),
+        ("gpt_oss", {}),
+        ("nemotron_h-experts", {}),
+        ("qwen3_moe", {"async_scheduling": True}),
+        ("qwen3_moe", HALVES),
+    ],
+)
+def test_replicas_that_exchange_tokens_with_a_fixed_capacity(checkpoints, references, variant, more, monkeypatch):
+    """Small steps have a fixed capacity, and larger ones are exchanged by counts."""
+    monkeypatch.setattr(StepCapacity.__init__, "__defaults__", (12,))
+    agreed = []
+    agree = StepCapacity.agree
+    monkeypatch.setattr(StepCapacity, "agree", lambda self, *step: (agree(self, *step), agreed.append(self.tokens))[0])
+    shared(checkpoints, references, variant, **FIXED, **more)
+    assert 0 in agreed
+    assert any(agreed)
 
 
 @pytest.mark.nightly

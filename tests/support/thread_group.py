@@ -64,6 +64,7 @@ class ThreadGroup(Communicator):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self.calls["reduce_scatter"] += bool(x.numel())
         start, stop = self.share(len(x))
+        self.bytes_sent.append(x.nbytes // self.size * (self.size - 1))
         return torch.stack(self._exchange(x.clone())).sum(0)[start:stop]
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
@@ -100,6 +101,14 @@ class ThreadGroup(Communicator):
 
     def minimum(self, value: int) -> int:
         return min(self._exchange(value))
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        return [max(of_place) for of_place in zip(*self._exchange(tuple(values)), strict=True)]
+
+    def gather_equal(self, x: Tensor) -> Exchange:
+        self.calls["gather_equal"] += 1
+        self.bytes_sent.append(x.nbytes * (self.size - 1))
+        return Exchange(torch.cat(self._exchange(x.clone())))
 
     def each(self, value: int) -> tuple[int, ...]:
         return tuple(self._exchange(value))

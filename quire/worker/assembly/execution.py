@@ -119,6 +119,7 @@ def _forward(
         taps={} if drafter is None else drafter.taps,
         layer_done=None if clock is None or compiles else clock.layer_done,
         compiled=torch.compile(model.forward, dynamic=True) if compiles else None,
+        capacity=None if model.experts is None or mesh.cp.size > 1 else model.experts.capacity,
     )
     backends = plan.backends
     match plan.forward:
@@ -146,4 +147,4 @@ def _captured(
     most_tokens = min(config.scheduler.tokens_of_a_step(gpu=True), len(batch.num_tokens) * batch.max_model_len)
     speculation = config.scheduler.speculation
     drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
-    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, parts, config.kernels)
+    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.ep.size == 1, parts, config.kernels)
