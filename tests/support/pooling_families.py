@@ -450,5 +450,5 @@ FAMILIES: dict[str, PoolingFamily] = {
     ),
 }
 
-# Of vLLM's table of embedding models, those that see, with the names of support.seeing.
-WITH_PICTURES = {"LlavaNextForConditionalGeneration": "llava_next", "Qwen2VLForConditionalGeneration": "qwen2_vl"}
+# Of vLLM's table of embedding models, those that sees, with the name of support.seeing.
+WITH_PICTURES = {"Qwen2VLForConditionalGeneration": "qwen2_vl"}
