@@ -115,7 +115,7 @@ def _forward(
 ) -> Forward:
     compiles = config.model.torch_compile
     parts = ForwardParts(
-        pipe=None if mesh.pp.size == 1 else Pipe(mesh.pp, model.residual_stream, model.hidden_size),
+        pipe=None if mesh.pp.size == 1 else Pipe(mesh.pp, model.residual_stream, model.input_size),
         taps={} if drafter is None else drafter.taps,
         layer_done=None if clock is None or compiles else clock.layer_done,
         compiled=torch.compile(model.forward, dynamic=True) if compiles else None,
