@@ -31,7 +31,7 @@ VLLM_COLUMN = {
     "removed": "removed",
 }
 ENCODER = "native, with transformers' encoder"
-_REFUSED = re.compile(r"^\w+ cannot run with transformers' encoder: ")
+_REFUSED = re.compile(r"^\w+ cannot run with transformers' encoder: |^(?=what \w+Processor makes)")
 _PARTS = re.compile(r"runs models of text only, which \w+ is not")
 _PREFIX = re.compile(r"model_impl='transformers' (cannot run \w+: )?")
 
