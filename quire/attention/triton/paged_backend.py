@@ -182,11 +182,11 @@ class FlashInfer(PagedAttention):
     ) -> tuple[Tensor, Tensor]:
         options = scale, window, cap
         if options not in plan.library:
-            plan.library[options] = self._planned(plan.layout, q, scale, window, cap)
+            plan.library[options] = self._wrapper(plan.layout, q, scale, window, cap)
         out, lse = plan.library[options].run(q, (keys, values), return_lse=True)
         return out, lse * _LN_2  # exponents of two
 
-    def _planned(self, layout: StepLayout, q: Tensor, scale: float, window: int | None, cap: float) -> Any:
+    def _wrapper(self, layout: StepLayout, q: Tensor, scale: float, window: int | None, cap: float) -> Any:
         """Return a wrapper that has planned the step."""
         flashinfer = importlib.import_module("flashinfer")
         s = self.shape
