@@ -161,7 +161,8 @@ def fused_experts(
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share = stop - start
     everything = slice(None)
-    method = builder.method_of(names["experts_gate_up"].removesuffix(".weight"))
+    of_both = names.get("experts_gate_up")  # or there are two tensors
+    method = builder.method_of(names["experts_down"].removesuffix(".weight"))
     if method is not DenseWeight:
         return _packed_experts(builder, method, spec, hidden, names, local, inner)
     gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
@@ -172,14 +173,18 @@ def fused_experts(
             half = slice(which * size + start, which * size + stop)
             target = gate_up.weight[here, outputs]
             shape = (count, hidden, 2 * size)
+            if of_both is None:
+                name = names[("experts_gate", "experts_up")[which]]
+                builder.part(name, target, (count, size, hidden), picked, slice(start, stop), is_raw=True)
+                continue
             if spec.layout == "stacked":
-                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half, is_raw=True)
+                builder.part(of_both, target, (count, 2 * size, hidden), picked, half, is_raw=True)
                 continue
             columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
             columns_of_half = (picked, everything, columns)
-            builder.part(names["experts_gate_up"], target, shape, *columns_of_half, transposed=True, is_raw=True)
+            builder.part(of_both, target, shape, *columns_of_half, transposed=True, is_raw=True)
             if gate_up.bias is not None:
-                name = f"{names['experts_gate_up']}_bias"
+                name = f"{of_both}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
             shape = (count, hidden, size)
@@ -192,7 +197,7 @@ def fused_experts(
         if down.bias is not None:
             builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
     projections = [
-        _dense_experts(builder, names["experts_gate_up"], gate_up),
+        _dense_experts(builder, of_both or names["experts_gate"], gate_up),
         _dense_experts(builder, names["experts_down"], down, None if scales is None else (scales, list(local))),
     ]
     if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias

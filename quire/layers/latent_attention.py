@@ -35,6 +35,7 @@ class LatentAttention(CachedAttention):
         self.spec = spec
         self.place = place
         kernels = builder.kernels
+        self.kernels = kernels
         self.rotary_embedding = kernels.rotary_embedding
         self.linear_by_head = kernels.linear_by_head
         self.join = kernels.join
@@ -66,6 +67,9 @@ class LatentAttention(CachedAttention):
         self.adapters: list[LowRank] = []  # for to_latent and for from_latent
         if builder.adapters is not None and builder.adapters.change([shape]):
             self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
+        self.gate: ColumnParallelLinear | None = None
+        if spec.output_gate:
+            self.gate = ColumnParallelLinear(builder, hidden, parts("attention_gate", 1))
         inner = (heads.start * spec.value_dim, heads.stop * spec.value_dim)
         self.out = RowParallelLinear(
             builder, names["o"], total * spec.value_dim, inner, hidden, spec.bias, is_copy=is_copy
@@ -114,6 +118,9 @@ class LatentAttention(CachedAttention):
         out = pick(out, wanted)
         values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
         values = self._adapted(1, out, values, wanted_slots)
+        if self.gate is not None:
+            factors = self.kernels.activate(self.gate(pick(x, wanted), wanted_slots), "sigmoid").view(-1, 1)
+            values = self.kernels.multiply(values.reshape(-1, spec.value_dim), factors)
         return self.out(values.reshape(len(out), self.num_heads * spec.value_dim), wanted_slots)
 
     def _adapted(self, which: int, given: Tensor, out: Tensor, slots: Tensor | None) -> Tensor:

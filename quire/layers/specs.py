@@ -63,12 +63,13 @@ class MoESpec:
     store it as a row, [1, experts] (ERNIE 4.5). shared: an expert that every token uses. shared_gate: its result is
     multiplied by sigmoid(gate(x)). layout: every expert has its own tensors ("separate"), or a tensor [experts, in,
     out] holds one projection of all experts, in which gate and up alternate ("fused", gpt-oss) or follow each other
-    ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate ("stacked", Granite).
-    weigh_inputs: the weight of a token's single expert multiplies the expert's input, not its result (Llama 4). apart:
-    routed and shared experts are branches with norms of their own, the router has a norm, too, and each expert's result
-    has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only for the layout "separate".
-    latent_size: the width of the experts' inputs and results, which are projections (Nemotron 3); 0 for hidden_size. If
-    the family also has names for single experts, the checkpoint decides the layout (layers/moe.py).
+    ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate, or two tensors, one for each
+    ("stacked", Granite and Step 3). weigh_inputs: the weight of a token's single expert multiplies the expert's input,
+    not its result (Llama 4). apart: routed and shared experts are branches with norms of their own, the router has a
+    norm, too, and each expert's result has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only
+    for the layout "separate". latent_size: the width of the experts' inputs and results, which are projections
+    (Nemotron 3); 0 for hidden_size. If the family also has names for single experts, the checkpoint decides the layout
+    (layers/moe.py).
     """
 
     num_experts: int
@@ -128,6 +129,16 @@ class AltUpSpec:
     streams: int
     scales_correction: bool
     laurel_rank: int
+
+
+@dataclass(frozen=True)
+class SkipSpec:
+    """Before the layer `target`, the residual stream becomes (1 - weight) * stream + weight * the stream before the
+    layer `source`, in the order of DecoderSpec.skips."""
+
+    source: int
+    target: int
+    weight: float
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerEmbedding
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.decoder_layers import LAYERS, DecoderLayer
+from quire.models.decoder_layers import DecoderLayer, layer_class
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
 from quire.models.spec import DecoderSpec
@@ -41,7 +41,6 @@ class LayerStack:
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
         ]
-        make_layer = LAYERS[spec.residual]
         self.first_layer = own.start
         self.layers = list[DecoderLayer]()
         for i in own:
@@ -52,7 +51,7 @@ class LayerStack:
             kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
             state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
             place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
-            self.layers.append(make_layer(builder, spec, i, place))
+            self.layers.append(layer_class(spec, i)(builder, spec, i, place))
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         self.backends = backends
@@ -161,7 +160,9 @@ class Decoder(LayerStack, Model):
         self.segments = None
         if spec.token_types:
             self.segments = builder.whole(f"{names['segments']}.weight", spec.token_types, spec.hidden_size)
-        self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
+        self.embedding_norm = make_norm(
+            builder, names.get("embedding_norm"), spec.hidden_size, spec.norm_of("embedding_norm")
+        )
         self.per_layer: PerLayerEmbedding | None = None
         if spec.per_layer is not None:
             layers = spec.num_layers
@@ -173,7 +174,7 @@ class Decoder(LayerStack, Model):
         spec = self.spec
         if embedding_size != spec.hidden_size:
             self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
-        self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
+        self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm_of("final_norm"))
         if "lm_head" in names:
             tied = self.embedding if spec.tie_embeddings else None
             bias = names.get("lm_head_bias") if spec.lm_head_bias else None

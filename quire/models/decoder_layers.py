@@ -55,7 +55,7 @@ class DecoderLayer:
         self.kernels = builder.kernels
 
         def norm(role: str):  # type: ignore[no-untyped-def]
-            return make_norm(builder, names.get(role), hidden, spec.norm)
+            return make_norm(builder, names.get(role), hidden, spec.norm_of(role))
 
         has_norm = index or spec.first_norm
         self.attention_norm = norm("attention_norm" if has_norm else "")
@@ -194,6 +194,40 @@ class SingleLayer(DecoderLayer):
         return stream.sum(out), stream.pick(residual, wanted, tokens)
 
 
+class IdleLayer(DecoderLayer):
+    """No branch (DeciLM)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = self.residual_stream
+        tokens = state.inputs.positions
+        return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
+
+
+class SkipLayer(DecoderLayer):
+    """Keeps the stream before it for later layers, and blends it with those of earlier layers (Solar)."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        self.index = index
+        self.is_source = any(skip.source == index for skip in spec.skips)
+        self.skips = [skip for skip in spec.skips if skip.target == index]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        multiply = self.kernels.multiply
+        if residual is not None:
+            x = self.kernels.add(x, residual, residual)
+        if self.is_source:
+            state.streams[self.index] = multiply(x, 1.0)  # later layers overwrite x
+        for skip in self.skips:
+            x = multiply(x, 1 - skip.weight)
+            x = self.kernels.add(multiply(state.streams[skip.source], skip.weight), x, x)
+        return super().__call__(x, None, state, wanted)
+
+
 class ShiftedLayer(DecoderLayer):
     """The MLP reads a mix of each token and the previous one, so the mixer computes all tokens (RWKV-7)."""
 
@@ -281,7 +315,7 @@ class AltUpLayer(DecoderLayer):
         return torch.cat((streams[:, :1], streams[:, 1:] + added[:, None]), 1).flatten(1), None
 
 
-LAYERS = {
+LAYERS: dict[str, type[DecoderLayer]] = {
     "sequential": DecoderLayer,
     "parallel": ParallelLayer,
     "post_norm": PostNormLayer,
@@ -292,3 +326,12 @@ LAYERS = {
     "scaled": ScaledLayer,
     "altup": AltUpLayer,
 }
+
+
+def layer_class(spec: DecoderSpec, index: int) -> type[DecoderLayer]:
+    if any(index in (skip.source, skip.target) for skip in spec.skips):
+        return SkipLayer
+    missing = (spec.mixers[index], spec.mlps[index]).count(None)
+    if spec.residual == "sequential" and missing:
+        return SingleLayer if missing == 1 else IdleLayer
+    return LAYERS[spec.residual]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from quire.checkpoints.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
 from quire.config.engine import ConfigError, ModelConfig
 from quire.layers.specs import DenseSpec, NormSpec, PoolerSpec, Pooling
+from quire.models.registry import ARCHITECTURES
 from quire.models.spec import DecoderSpec, HfConfig
 
 # vLLM's names
@@ -47,6 +48,8 @@ def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) ->
     name = str((config.get("architectures") or [""])[0])
     if not directory.is_file() and (directory / "modules.json").is_file():
         return True
+    if name in ARCHITECTURES:  # such as ChatGLMModel, which generates
+        return False
     return (name.endswith(("Model", *_CLASSIFIERS)) and not name.endswith("LMHeadModel")) or name == "HF_ColBERT"
 
 

@@ -21,7 +21,7 @@ BOUND = 5e-5  # of the logits' standard deviation
 # Nemotron's squares make more of it: transformers is 2.7e-4, 1.4e-4 and (Ministral 3) 1.2e-4 from itself in float64.
 # Of the models with a delta rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi
 # Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself. Gemma 4 with experts
-# is 1.0e-4 from itself, with shared layers 3.3e-5.
+# is 1.0e-4 from itself, with shared layers 3.3e-5. PLaMo 3 is 7.2e-5 from itself.
 NOISY = {
     "gemma2-without-caps": 1.5e-4,
     "deepseek_v3": 1e-4,
@@ -35,6 +35,7 @@ NOISY = {
     "gemma4": 1e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,
+    "plamo3": 1.5e-4,
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from support import checkpoints, layouts
 from support.families import REFERENCE_CONFIG
+from support.stand_in_layouts import CHANGED
 
 FILE = Path(__file__).parents[1] / "data" / "continuations.jsonl"
 DRAWN = (
@@ -29,6 +30,7 @@ DRAWN = (
     checkpoints.gain,
     layouts.stand_in_config,
 )
+OWN_MODELS = {"rwkv7": "rwkv7.py", **dict.fromkeys(CHANGED, "stand_ins.py")}  # that transformers lacks
 Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and how many come before the first tie
 
 
@@ -36,8 +38,8 @@ def key(variant: str, *computed: Any) -> str:
     """computed: the functions that make the prompts and the continuations."""
     recipe = checkpoints.ALL_VARIANTS[variant]
     sources = [_unformatted(inspect.getsource(function)) for function in (*DRAWN, *computed)]
-    if recipe[0] == "rwkv7":  # transformers lacks it
-        sources.append(_unformatted((Path(__file__).parent / "rwkv7.py").read_text()))
+    if file := OWN_MODELS.get(recipe[0]):
+        sources.append(_unformatted((Path(__file__).parent / file).read_text()))
     parts = [version("transformers"), checkpoints.BASE, recipe, REFERENCE_CONFIG.get(variant), sources]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
