@@ -22,7 +22,7 @@ BOUND = 5e-5  # of the logits' standard deviation
 # Of the models with a delta rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi
 # Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself. Gemma 4 with experts
 # is 1.0e-4 from itself, with shared layers 3.3e-5. Step 3.5 is 1.1e-4 from itself, DBRX 7.3e-4,
-# Zamba2 8e-4.
+# Zamba2 8e-4, PLaMo 3 7.2e-5.
 NOISY = {
     "gemma2-without-caps": 1.5e-4,
     "deepseek_v3": 1e-4,
@@ -42,6 +42,7 @@ NOISY = {
     "gemma4": 1e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,
+    "plamo3": 1.5e-4,
 }
 
 
