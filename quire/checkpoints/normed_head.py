@@ -25,7 +25,8 @@ class NormedHeadCheckpoint(Checkpoint):
         if slot.name != _HEAD:
             return part
         whole = self.inner.read(replace(slot, pick=())).float()
-        return (part.float() / whole.norm(dim=0).clamp(min=_LEAST)).to(part.dtype)
+        normed: Tensor = part.float() / whole.norm(dim=0).clamp(min=_LEAST)
+        return normed.to(part.dtype)
 
     def copy_into(self, slot: WeightSlot) -> None:
         copy = super().copy_into if slot.name == _HEAD else self.inner.copy_into

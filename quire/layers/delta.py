@@ -100,8 +100,8 @@ class DeltaNet(Recurrent):
             return [*parts, OutputPart(names["state_b"], heads, *one)]
         if spec.projections != "by_key_head":
             z = OutputPart(names["state_z"], values, *self.of_heads(spec.value_dim))
-            a = OutputPart(names["state_a"], heads * spec.decays, *self.of_heads(spec.decays))
-            return [*parts, z, OutputPart(names["state_b"], heads, *one), a]
+            decay = OutputPart(names["state_a"], heads * spec.decays, *self.of_heads(spec.decays))
+            return [*parts, z, OutputPart(names["state_b"], heads, *one), decay]
         group = 2 * (spec.key_dim + ratio * spec.value_dim)
         rows = 2 * (keys + values)
         size = spec.value_dim
@@ -157,5 +157,5 @@ class DeltaNet(Recurrent):
         if (bound := self.spec.decay_bound) is not None:
             bounded: Tensor = self.kernels.bounded_decays(a, self.dt_bias, self.rate, bound)
             return bounded
-        _, decay = self.kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
-        return decay
+        decays: Tensor = self.kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))[1]
+        return decays

@@ -382,7 +382,6 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
         "decays without a bound",
         m.in_states(lambda mixer: setattr(mixer, "spec", replace(mixer.spec, decay_bound=None))),
     ),
-    ("step3_text", "queries without a norm", m.without_norm("mixer.low_rank.norm")),
     # ends
     ("llama", "tied", m.tied),
     ("qwen2", "untied", m.untied),

@@ -38,7 +38,7 @@ def deci(config: HfConfig) -> DecoderSpec:
 
 
 def _deci_mlp(config: HfConfig, mlp: HfConfig) -> MLPSpec:
-    size = mlp.get("intermediate_size") or config.get("intermediate_size")
+    size = mlp.get("intermediate_size") or config.get("intermediate_size") or 0
     if mlp.get("ffn_mult") is not None:
         size = -(-int(2 * mlp["ffn_mult"] * config["hidden_size"] / 3) // 256) * 256
     act = mlp.get("hidden_act") or config.get("hidden_act", "silu")
