@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 import torch
+from packaging.version import Version
 
 from quire.layers.norm import RMSNorm, RoundingNorm
 from quire.ops import OPS, Target
@@ -65,6 +66,7 @@ def weights(outs: int, ins: int) -> QuantizedMatrix:
     return QuantizedMatrix(torch.randn(outs, ins).to(torch.float8_e4m3fn), torch.rand(outs, 1) / 8, ins, ins)
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="one scale for each row on CPUs")
 @pytest.mark.parametrize("rows", [3, 64, 65, 130])
 def test_float8_products_of_more_than_64_rows_are_torchs(rows, monkeypatch):
     torch.manual_seed(rows)

@@ -158,6 +158,17 @@ def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _with_index(patch: Callable[..., None]) -> Callable[..., None]:
+    """Let tensors of one element be numbers. numpy 2.5 converts no arrays with dimensions, as Triton 3.6 expects."""
+
+    @wraps(patch)
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    return call
+
+
 def _check(pointers: Any, mask: Any, access: str) -> None:
     bounds = pointers.attr.get(_BOUNDS)
     if bounds is None:
@@ -201,5 +212,8 @@ def install() -> None:
     builder.create_masked_store = _masked_store
     for name in _POINTERS:
         setattr(builder, f"create_{name}", _kept(getattr(builder, f"create_{name}")))
+    if not hasattr(builder, "get_bf16"):  # Triton 3.6
+        builder.get_bf16 = lambda self, value: _narrow(np.array([value], dtype=np.float32), tl.bfloat16)
+    interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
     tl.dtype.value = property(lambda dtype: dtype)  # kernels unwrap constants, which the interpreter does not wrap
     interpreter._implicit_cvt = _with_bounds(interpreter._implicit_cvt)
