@@ -55,7 +55,7 @@ class Checkpoint(ABC):
         """Return the checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger
         model."""
         root, _, bare = name.partition(".")
-        names = [name, bare, f"language_model.{name}", f"model.{name}"]
+        names = [name, bare, f"language_model.{name}", f"model.{name}", f"model.language_model.{name}"]
         if root == "model":
             names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
         if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers

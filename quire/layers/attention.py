@@ -1,5 +1,7 @@
 """The attention layer: projections, norms and rotation around a paged attention backend."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from quire.layers.norm import RMSNorm, make_norm
-from quire.layers.qk_norm import make_qk_norm
+from quire.layers.qk_norm import QKNorm, make_qk_norm
+from quire.layers.specs import NormSpec, OutputPart
 
 
 class CachedAttention:
@@ -23,6 +26,22 @@ class CachedAttention:
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         self.backend = backend
         self.cache = cache
+
+
+class LowRankQueries:
+    """The second half of the product that computes queries: a norm, then a projection. names: of q_a_norm and q_b."""
+
+    def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], heads: range) -> None:
+        dim = spec.head_dim
+        self.rank = spec.query_rank
+        norm = None if spec.query_norm is None else names["q_a_norm"]
+        self.norm = make_norm(builder, norm, self.rank, spec.query_norm or NormSpec("rms", 0.0))
+        part = OutputPart(names["q_b"], spec.num_heads * dim, heads.start * dim, heads.stop * dim)
+        self.project = ColumnParallelLinear(builder, self.rank, [part])
+
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
+        """x: [tokens, rank] -> [tokens, heads * head_dim]"""
+        return self.project(self.norm(x), slots)
 
 
 class Attention(CachedAttention):
@@ -55,13 +74,8 @@ class Attention(CachedAttention):
         self.out = RowParallelLinear(
             builder, names["o"], results, inner, hidden, spec.output_bias, transposed, share.is_copy
         )
-        self.q_norm = self.k_norm = None
-        if (norm := spec.qk_norm) is not None:
-            over = spec.qk_norm_over
-            q_weight, k_weight = (0.0, 0.0) if share.is_copy else (1.0, 1 / share.holders)
-            self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads, q_weight)
-            name = names["k_norm"] if self.has_cache else None
-            self.k_norm = make_qk_norm(builder, name, norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight)
+        self.low_rank = LowRankQueries(builder, spec, names, share.heads) if spec.query_rank else None
+        self.q_norm, self.k_norm = self._qk_norms(builder, spec, names, share)
         self.value_norm = None if spec.value_norm is None else make_norm(builder, "", dim, spec.value_norm)
         self.sub_norm = None
         if spec.sub_norm is not None:
@@ -81,6 +95,21 @@ class Attention(CachedAttention):
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
         self.preparing: PreparingBackend | None = None  # set if one pass can norm, rotate and store
+
+    def _qk_norms(
+        self, builder: Builder, spec: AttentionSpec, names: dict[str, str], share: HeadShare
+    ) -> tuple[QKNorm | None, QKNorm | None]:
+        norm = spec.qk_norm
+        if norm is None:
+            return None, None
+        over = spec.qk_norm_over
+        dim = spec.head_dim
+        q_weight, k_weight = (0.0, 0.0) if share.is_copy else (1.0, 1 / share.holders)
+        q_name = names.get("q_norm", "")
+        own = norm if q_name else replace(norm, affine=False)
+        q_norm = make_qk_norm(builder, q_name, own, over, dim, spec.num_heads, share.heads, q_weight)
+        k_name = names["k_norm"] if self.has_cache else None
+        return q_norm, make_qk_norm(builder, k_name, norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight)
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
@@ -158,6 +187,11 @@ class Attention(CachedAttention):
         heads = self.num_heads
         kv_heads = self.num_kv_heads
         qkv = self.qkv(x, slots)
+        if self.low_rank is not None:
+            latent, rest = torch.split(qkv, [self.low_rank.rank, qkv.shape[1] - self.low_rank.rank], 1)
+            q = self.low_rank(latent, slots).view(len(qkv), heads, self.head_dim)
+            k, v = rest.view(len(qkv), 2, kv_heads, self.head_dim).unbind(1)
+            return q, k, v, q[:, :0]
         if self.value_dim < self.head_dim:
             return self._with_short_values(qkv)
         if self.gates_heads:

@@ -56,22 +56,24 @@ class AttentionSpec:
 
     qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
     are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"), or are in four blocks of
-    queries, values, keys ("codegen"), or follow the separate gates of results ("gate_first", HRM). qk_norm: the norm
-    of queries and keys. qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over
-    each head with a separate weight ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation
-    comes before that norm. qkv_clip: elements of queries, keys and values are clamped to at most this magnitude, after
-    the norm (OLMo). temperature: a factor of queries by position. sinks: each head has a learned logit in the softmax.
-    alibi: see AlibiSlopes. alibi_unscaled: the factor of the scores does not apply to these biases (BLOOM, but not
-    Falcon). transposed: the checkpoint stores [in, out]. input_size: width of the vectors from which q, k and v are
-    computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate, which
-    follows its query in "q" (Qwen3-Next), or is in the tensor "attention_gate" ("separate", AFMoE; or "by_head", one
-    number for each head, LFM3). is_causal: False for encoders, whose tokens also see later tokens and are not cached.
-    key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: a norm over all heads' results as
-    one vector, before the output projection (BitNet). buckets: the buckets of distances for which each head has a
-    learned bias on its scores (T5). value_norm: the norm of each value (Gemma 4). values_are_keys: values are the keys
-    before their norm and rotation. source: the layer whose cached keys and values this layer reads; it has none of its
-    own (Gemma 3n and 4). value_dim: the size of values if it is less than head_dim; only for separate tensors.
-    value_scale: the factor of values (MiMo-V2).
+    queries, values, keys ("codegen"), or follow the separate gates of results ("gate_first", HRM), or each KV head's
+    key and value follow each other in "key_value" ("key_value", TeleChat2). qk_norm: the norm of queries and keys;
+    without the name q_norm, that of queries has no weight (Domyn). qk_norm_over: the norm is taken over each head with
+    one weight for all heads ("head"), over each head with a separate weight ("heads"), or over all heads as one vector
+    ("all"). norm_after_rotary: rotation comes before that norm. qkv_clip: elements of queries, keys and values are
+    clamped to at most this magnitude, after the norm (OLMo). temperature: a factor of queries by position. sinks: each
+    head has a learned logit in the softmax. alibi: see AlibiSlopes. alibi_unscaled: the factor of the scores does not
+    apply to these biases (BLOOM, but not Falcon). transposed: the checkpoint stores [in, out]. input_size: width of the
+    vectors from which q, k and v are computed, None for hidden_size. output_gate: each head's result is multiplied by
+    the sigmoid of a gate, which follows its query in "q" (Qwen3-Next), or is in the tensor "attention_gate"
+    ("separate", AFMoE; or "by_head", one number for each head, LFM3). is_causal: False for encoders, whose tokens also
+    see later tokens and are not cached. key_bias: False if keys lack the bias of queries and values (Whisper).
+    sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet). buckets: the buckets
+    of distances for which each head has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma
+    4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached keys and
+    values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is less than
+    head_dim; only for separate or concatenated tensors. value_scale: the factor of values (MiMo-V2). query_rank: the
+    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3).
     """
 
     hidden_size: int
@@ -80,7 +82,7 @@ class AttentionSpec:
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
-    qkv_layout: Literal["separate", "concatenated", "by_kv_head", "codegen", "gate_first"] = "separate"
+    qkv_layout: Literal["separate", "concatenated", "by_kv_head", "codegen", "gate_first", "key_value"] = "separate"
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
     norm_after_rotary: bool = False
@@ -104,6 +106,8 @@ class AttentionSpec:
     source: int | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    query_rank: int = 0
+    query_norm: NormSpec | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -180,22 +184,45 @@ class HeadShare:
         if spec.output_gate is True:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
             return [*queries, *gates, *(part(key, kv_heads, k.start, len(k)) for key in ("k", "v"))]
-        if spec.qkv_layout == "separate":
-            shares = (("q", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
-            gates = []
-            if spec.output_gate == "by_head":
-                gates = [OutputPart(names["attention_gate"], heads, q.start, q.stop, has_bias=False)]
-            return [*(part(key, total, r.start, len(r)) for key, total, r in shares), *gates]
-        total = heads + 2 * kv_heads
+        if spec.qkv_layout != "separate":
+            return self._joined_parts(spec, names)
+        shares = (("q", heads, q), ("k", kv_heads, k), (v_name, kv_heads, k))
+        gates = []
+        if spec.output_gate == "by_head":
+            gates = [OutputPart(names["attention_gate"], heads, q.start, q.stop, has_bias=False)]
+        whole = [part(key, total, r.start, len(r)) for key, total, r in shares]
+        if spec.query_rank:
+            whole[0] = OutputPart(names["q"], spec.query_rank, 0, spec.query_rank)
+        return [*whole, *gates]
+
+    def _joined_parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
+        """Return the result of `parts` for layouts in which a tensor has several of queries, keys and values."""
+        heads = spec.num_heads
+        kv_heads = spec.num_kv_heads
+        dim = spec.head_dim
+        q = self.heads
+        k = self.kv_heads
+
+        def part(name: str, total: int, first: int, count: int = 1) -> OutputPart:
+            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
+
+        if spec.qkv_layout == "key_value":
+            pairs = [part("key_value", 2 * kv_heads, 2 * h + which) for which in (0, 1) for h in k]
+            return [part("q", heads, q.start, len(q)), *pairs]
         if spec.qkv_layout == "concatenated":
-            starts = (q.start, heads + k.start, heads + kv_heads + k.start)
-            return [part("qkv", total, start, len(r)) for start, r in zip(starts, (q, k, k), strict=True)]
+            value_dim = spec.value_dim or dim
+            keys = heads * dim
+            values = keys + kv_heads * dim
+            rows = values + kv_heads * value_dim
+            shares = ((0, q, dim), (keys, k, dim), (values, k, value_dim))
+            return [OutputPart(names["qkv"], rows, at + r.start * d, at + r.stop * d) for at, r, d in shares]
+        total = heads + 2 * kv_heads
         if spec.qkv_layout == "codegen":
             block = heads // 4
-            return [part("qkv", total, (h // block * 3 + at) * block + h % block, 1) for at in (0, 2, 1) for h in q]
+            return [part("qkv", total, (h // block * 3 + at) * block + h % block) for at in (0, 2, 1) for h in q]
         group = heads // kv_heads
-        queries = [part("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
-        return queries + [part("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]
+        queries = [part("qkv", total, h // group * (group + 2) + h % group) for h in q]
+        return queries + [part("qkv", total, h * (group + 2) + group + which) for which in (0, 1) for h in k]
 
 
 @dataclass(frozen=True)
@@ -220,7 +247,8 @@ class LatentAttentionSpec:
     indexer: the indexer of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no
     indexer, and attends to the tokens that the previous layer selected (GLM-5, arXiv:2603.12201). temperature: a factor
     of queries by position (Mistral 4). sinks, output_gate: see AttentionSpec; the gate is in "attention_gate" (Hunyuan
-    4). q_norm: the norm of compressed queries, if it is not `norm`. rope_norm: the norm of rotated keys (dots3).
+    4; Ling 3's is by head). q_norm: the norm of compressed queries, if it is not `norm`. rope_norm: the norm of rotated
+    keys (dots3).
     """
 
     hidden_size: int

@@ -19,7 +19,7 @@ _EPS = 1e-6  # for the norms of queries and keys
 class DeltaNet(Recurrent):
     """names: the names of dt_bias, a_log, gate_norm and state_out; of conv, or of conv_q, conv_k and conv_v; and of the
     projections: state_in (q, k, v, z) and state_ba, or state_qkv (or state_q, state_k and state_v), state_z, state_b
-    and state_a, or state_q, state_k, state_v, state_b, decay_a, decay_b, gate_a and gate_b."""
+    and state_a (also those of Ling 3), or state_q, state_k, state_v, state_b, decay_a, decay_b, gate_a and gate_b."""
 
     def __init__(self, builder: Builder, spec: DeltaSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)
@@ -35,6 +35,7 @@ class DeltaNet(Recurrent):
         total = 2 * keys + values
         one = self.of_heads(1)
         self.is_kimi = spec.projections == "kimi"
+        self.activation = "sigmoid" if spec.projections.startswith("kimi") else "silu"
         self.into = ColumnParallelLinear(builder, spec.hidden_size, self._outputs(names, qkv))
         conv = (
             [(f"{names['conv']}.weight", total, part) for part in qkv]
@@ -59,6 +60,8 @@ class DeltaNet(Recurrent):
             )
         else:
             self.rate = self.vector(builder, [(names["a_log"], heads, one)])
+            if spec.decays > 1:
+                builder.when_loaded(self._repeat_rates)
         self.gate_weight = builder.whole(f"{names['gate_norm']}.weight", spec.value_dim)
         builder.when_loaded(self._repeat_gate_weight)
         # An L2 norm is an RMS norm divided by the root of the vector's size. Queries are divided by this root again.
@@ -95,9 +98,10 @@ class DeltaNet(Recurrent):
             parts = [OutputPart(names[f"state_{key}"], rows, *part) for key, rows, part in self._separate(qkv)]
         if spec.projections == "kimi":
             return [*parts, OutputPart(names["state_b"], heads, *one)]
-        if spec.projections == "separate":
+        if spec.projections != "by_key_head":
             z = OutputPart(names["state_z"], values, *self.of_heads(spec.value_dim))
-            return [*parts, z, *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a"))]
+            decay = OutputPart(names["state_a"], heads * spec.decays, *self.of_heads(spec.decays))
+            return [*parts, z, OutputPart(names["state_b"], heads, *one), decay]
         group = 2 * (spec.key_dim + ratio * spec.value_dim)
         rows = 2 * (keys + values)
         size = spec.value_dim
@@ -131,7 +135,8 @@ class DeltaNet(Recurrent):
             a = self.decay_out(self.decay_in(x, slots), slots)
             z = self.gate_out(self.gate_in(pick(x, wanted), wanted_slots), wanted_slots)
         else:
-            inputs, z, b, a = torch.split(self.into(x, slots), [channels, self.values, heads, heads], 1)
+            sizes = [channels, self.values, heads, heads * self.spec.decays]
+            inputs, z, b, a = torch.split(self.into(x, slots), sizes, 1)
             z = pick(z, wanted)
         inputs = kernels.causal_conv(inputs, self.conv, None, self.pages, plan)
         q, k, v = torch.split(inputs, [self.keys, self.keys, self.values], 1)
@@ -141,9 +146,16 @@ class DeltaNet(Recurrent):
         k = kernels.rms_norm(k, self.k_scale, eps)
         b = kernels.activate(b, "sigmoid")
         b = b if self.spec.step_scale == 1 else kernels.multiply(b, self.spec.step_scale)
-        _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
+        decay = self._decays(a)
         y = kernels.scan(q, k, by_head(v, heads, self.value_dim), decay, b, None, self.pages, plan, "delta")
         y = pick(y.flatten(1), wanted)
-        act = "sigmoid" if self.is_kimi else "silu"
-        y = kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act)
+        y = kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, self.activation)
         return self.out(y, wanted_slots)
+
+    def _decays(self, a: Tensor) -> Tensor:
+        """Return the factors by which states decay. a: [tokens, heads * decays]"""
+        if (bound := self.spec.decay_bound) is not None:
+            bounded: Tensor = self.kernels.bounded_decays(a, self.dt_bias, self.rate, bound)
+            return bounded
+        decays: Tensor = self.kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))[1]
+        return decays

@@ -269,7 +269,7 @@ def _packed_experts(
 ) -> tuple[Experts, Experts]:
     """Like `fused_experts`, for quantized tensors [experts, out, in]."""
     if not hasattr(method, "experts") or spec.layout in ("stacked", "rows"):
-        raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")
+        raise ValueError(f"{names['experts_down']}: experts in one tensor cannot be quantized in this format")
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     halves = [slice(2 * start + which, 2 * stop, 2) for which in (0, 1)]
     if spec.layout == "fused_halves":

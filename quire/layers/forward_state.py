@@ -1,7 +1,7 @@
 """The state that the layers of a forward pass share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ class ForwardState:
     group. layer_done: if set, called after each layer, except perhaps the last one. first_values: in an RWKV-7, the
     values of the first layer, which the others read, [tokens, this rank's values]. slots: the slots of the tokens'
     low-rank adapters, [tokens], int64, -1 for none; None if no token has one. per_layer: see PerLayerEmbedding, of this
-    rank's own tokens.
+    rank's own tokens. streams: the residual stream before layers from which connections skip others, by layer.
     """
 
     inputs: StepInputs
@@ -27,6 +27,7 @@ class ForwardState:
     first_values: Tensor | None = None
     slots: Tensor | None = None
     per_layer: Tensor | None = None
+    streams: dict[int, Tensor] = field(default_factory=dict)
 
     def slots_of(self, wanted: Tensor | None) -> Tensor | None:
         """Return the slots of the tokens whose results are wanted; wanted: None for all."""

@@ -35,6 +35,7 @@ class LatentAttention(CachedAttention):
         self.spec = spec
         self.place = place
         kernels = builder.kernels
+        self.kernels = kernels
         self.rotary_embedding = kernels.rotary_embedding
         self.linear_by_head = kernels.linear_by_head
         self.join = kernels.join

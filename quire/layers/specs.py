@@ -67,7 +67,7 @@ class MoESpec:
     multiplied by sigmoid(gate(x)). layout: every expert has its own tensors ("separate"), or a tensor [experts, in,
     out] holds one projection of all experts, in which gate and up alternate ("fused", gpt-oss) or follow each other
     ("fused_halves", Llama 4), or a tensor [experts, out, in], in which up follows gate, or two tensors, one for each
-    ("stacked", Granite and Step 3.5), or three tensors [experts * size, hidden] ("rows", DBRX).
+    ("stacked", Granite and Step 3), or three tensors [experts * size, hidden] ("rows", DBRX).
     weigh_inputs: the weight of a token's single expert multiplies the expert's input, not its result (Llama 4). apart:
     routed and shared experts are branches with norms of their own, the router has a norm, too, and each expert's result
     has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only for the layout "separate".
@@ -157,6 +157,16 @@ class CycleSpec:
         is the high one."""
         run, within = divmod(layer, self.layers)
         return within == 0, within == self.layers - 1, run % (self.low + 1) == self.low
+
+
+@dataclass(frozen=True)
+class SkipSpec:
+    """Before the layer `target`, the residual stream becomes (1 - weight) * stream + weight * the stream before the
+    layer `source`, in the order of DecoderSpec.skips."""
+
+    source: int
+    target: int
+    weight: float
 
 
 @dataclass(frozen=True)

@@ -79,16 +79,18 @@ class DeltaSpec(RecurrentSpec):
     projections: how the checkpoint stores q, k, v, the gate z, the decay a and the step b: in two tensors ordered by
     key head ("by_key_head", Qwen3-Next), in four, or six if q, k and v have separate names ("separate", Qwen3.5 and
     OLMo Hybrid), or as in Kimi Delta Attention ("kimi"), where each element of a key has its own decay, and two small
-    layers each compute decay and gate. step_scale: the factor of steps; with 2, a state can change its sign (OLMo
-    Hybrid, arXiv:2411.12537).
+    layers each compute decay and gate, or in six tensors with such decays ("kimi_whole", Ling 3). step_scale: the
+    factor of steps; with 2, a state can change its sign (OLMo Hybrid, arXiv:2411.12537). decay_bound: the least
+    logarithm of a decay, None for no bound; see ops/reference/states.py (Ling 3).
     """
 
-    projections: Literal["by_key_head", "separate", "kimi"] = "separate"
+    projections: Literal["by_key_head", "separate", "kimi", "kimi_whole"] = "separate"
     step_scale: float = 1.0
+    decay_bound: float | None = None
 
     @property
     def decays(self) -> int:
-        return self.key_dim if self.projections == "kimi" else 1
+        return self.key_dim if self.projections.startswith("kimi") else 1
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,49 @@ from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerEmbedding
 from quire.layers.rotary import RotaryEmbedding
-from quire.models.decoder_layers import LAYERS, DecoderLayer
+from quire.models.decoder_layers import (
+    CrossLayer,
+    CrossPostNormLayer,
+    DecoderLayer,
+    IdleLayer,
+    ParallelLayer,
+    PostNormLayer,
+    ScaledLayer,
+    ShiftedLayer,
+    SingleLayer,
+    SkipLayer,
+)
 from quire.models.kv_groups import kv_groups, short_window
 from quire.models.model import Model, Shape
 from quire.models.spec import DecoderSpec
+from quire.models.stream_layers import AltUpLayer, BlockLayer, CycleLayer, HyperLayer
 from quire.parallel.pipeline import Stage
+
+# By DecoderSpec.residual
+LAYERS: dict[str, type[DecoderLayer]] = {
+    "sequential": DecoderLayer,
+    "parallel": ParallelLayer,
+    "post_norm": PostNormLayer,
+    "single": SingleLayer,
+    "cross": CrossLayer,
+    "cross_post_norm": CrossPostNormLayer,
+    "shifted": ShiftedLayer,
+    "scaled": ScaledLayer,
+    "altup": AltUpLayer,
+    "hyper": HyperLayer,
+    "cycle": CycleLayer,
+    "blocks": BlockLayer,
+}
+
+
+def layer_class(spec: DecoderSpec, index: int) -> type[DecoderLayer]:
+    """Return the kind of a layer, by its connections and its branches."""
+    if any(index in (skip.source, skip.target) for skip in spec.skips):
+        return SkipLayer
+    missing = (spec.mixers[index], spec.mlps[index]).count(None)
+    if spec.residual == "sequential" and missing:
+        return SingleLayer if missing == 1 else IdleLayer
+    return LAYERS[spec.residual]
 
 
 class LayerStack:
@@ -43,7 +81,6 @@ class LayerStack:
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
         ]
-        make_layer = LAYERS[spec.residual]
         self.first_layer = own.start
         self.layers = list[DecoderLayer]()
         for i in own:
@@ -58,7 +95,7 @@ class LayerStack:
             if first < i:
                 self.layers.append(self.layers[first - own.start].again(spec, i, place))
             else:
-                self.layers.append(make_layer(builder, spec, i, place))
+                self.layers.append(layer_class(spec, i)(builder, spec, i, place))
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         self.backends = backends

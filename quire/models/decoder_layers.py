@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quire.layers.altup import AltUp, Laurel
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
@@ -16,7 +15,6 @@ from quire.layers.delta import DeltaNet
 from quire.layers.experts_apart import ExpertsApart
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
-from quire.layers.hyper import HyperConnection
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
@@ -25,18 +23,9 @@ from quire.layers.moe import MoE
 from quire.layers.norm import make_norm, rounding
 from quire.layers.per_layer import PerLayerBranch
 from quire.layers.rwkv import Rwkv
-from quire.layers.shared_block import SharedBlock
 from quire.layers.short_conv import ShortConv
 from quire.layers.specs import MLPSpec, MoESpec
-from quire.layers.state_spec import (
-    DeltaSpec,
-    HybridSpec,
-    Mamba2Spec,
-    MambaSpec,
-    RwkvSpec,
-    SharedBlockSpec,
-    ShortConvSpec,
-)
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.spec import DecoderSpec
 from quire.parallel.residual_stream import ResidualStream
 
@@ -227,6 +216,40 @@ class SingleLayer(DecoderLayer):
         return stream.sum(out), stream.pick(residual, wanted, tokens)
 
 
+class IdleLayer(DecoderLayer):
+    """No branch (DeciLM)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = self.residual_stream
+        tokens = state.inputs.positions
+        return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
+
+
+class SkipLayer(DecoderLayer):
+    """Keeps the stream before it for later layers, and blends it with those of earlier layers (Solar)."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        self.index = index
+        self.is_source = any(skip.source == index for skip in spec.skips)
+        self.skips = [skip for skip in spec.skips if skip.target == index]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        multiply = self.kernels.multiply
+        if residual is not None:
+            x = self.kernels.add(x, residual, residual)
+        if self.is_source:
+            state.streams[self.index] = multiply(x, 1.0)  # later layers overwrite x
+        for skip in self.skips:
+            x = multiply(x, 1 - skip.weight)
+            x = self.kernels.add(multiply(state.streams[skip.source], skip.weight), x, x)
+        return super().__call__(x, None, state, wanted)
+
+
 class ShiftedLayer(DecoderLayer):
     """The MLP reads a mix of each token and the previous one, so the mixer computes all tokens (RWKV-7)."""
 
@@ -276,148 +299,3 @@ class ScaledLayer(DecoderLayer):
         if self.experts is None:
             return super()._feed_forward(x, residual, tokens, slots)
         return self.experts(x, residual, tokens, slots)
-
-
-class AltUpLayer(DecoderLayer):
-    """Computes the first of several streams, and predicts the others (Gemma 3n). x: [tokens, streams * hidden]; there
-    is no other residual."""
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        super().__init__(builder, spec, index, place)
-        assert spec.altup is not None
-        assert spec.per_layer is not None
-        names = spec.names_in(index)
-        hidden = spec.hidden_size
-        self.altup = AltUp(builder, spec.altup, hidden, spec.norm, names)
-        self.laurel = Laurel(builder, spec.altup.laurel_rank, hidden, spec.norm, names)
-        self.branch = PerLayerBranch(builder, spec.per_layer, index, hidden, spec.norm, names)
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        assert state.per_layer is not None
-        predicted = self.altup.predict(x)
-        active = predicted[:, 0].contiguous()
-        normed = self.attention_norm(active)
-        out = self.mixer(stream.whole(normed, tokens), state, wanted)
-        attended = self.attention_post_norm(stream.sum(out))
-        predicted, active, laurel = (
-            stream.pick(part, wanted, tokens) for part in (predicted, active, self.laurel(normed))
-        )
-        computed = (active + attended + laurel) * 2.0**-0.5
-        to_mlp = stream.whole(self.mlp_norm(computed), out)
-        computed = computed + self.mlp_post_norm(stream.sum(self.mlp(to_mlp, state.slots_of(wanted))))
-        streams, first = self.altup.correct(predicted, computed)
-        added = self.branch(first, stream.pick(state.per_layer, wanted, tokens), None)
-        return torch.cat((streams[:, :1], streams[:, 1:] + added[:, None]), 1).flatten(1), None
-
-
-class HyperLayer(DecoderLayer):
-    """Each branch reads a weighted sum of several streams, and is added to them with weights (Hunyuan 4). x: [tokens,
-    streams * hidden]; there is no other residual."""
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        super().__init__(builder, spec, index, place)
-        assert spec.hyper is not None
-        names = spec.names_in(index)
-        self.around_mixer, self.around_mlp = (
-            HyperConnection(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names[role])
-            for role in ("hyper_attention", "hyper_mlp")
-        )
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        read, weights = self.around_mixer.read(x)
-        out = self.mixer(stream.whole(self.attention_norm(read), tokens), state, wanted)
-        x, weights = (stream.pick(part, wanted, tokens) for part in (x, weights))
-        x = self.around_mixer.add(x, stream.sum(out), weights)
-        read, weights = self.around_mlp.read(x)
-        done = self._feed_forward(self.mlp_norm(read), x, out, state.slots_of(wanted))
-        return self.around_mlp.add(x, done, weights), None
-
-
-class CycleLayer(DecoderLayer):
-    """A layer of a stack that computes one of two states from both (HRM). x: both states and the layer's input,
-    [tokens, 3 * hidden]; there is no other residual."""
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        super().__init__(builder, spec, index, place)
-        assert spec.cycles is not None
-        self.stack_norm = make_norm(builder, "", spec.hidden_size, spec.norm)
-        self.take_place(spec, index)
-
-    def take_place(self, spec: DecoderSpec, index: int) -> None:
-        assert spec.cycles is not None
-        self.is_first, self.is_last, self.is_high = spec.cycles.place(index)
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        high, low, within = (part.contiguous() for part in x.chunk(3, 1))
-        if self.is_first:
-            within = self.kernels.add(high, low, within)
-        out, rest = super().__call__(within, None, state, wanted)
-        assert rest is not None
-        within = self.kernels.add(out, rest, rest)
-        high, low = (self.residual_stream.pick(part, wanted, state.inputs.positions) for part in (high, low))
-        if self.is_last:
-            within = self.stack_norm(within)
-            high, low = (within, low) if self.is_high else (high, within)
-        return torch.cat((high, low, within), 1), None
-
-
-class BlockLayer(DecoderLayer):
-    """A state-space layer, to whose input the result of a shared block may be added (Zamba2). x: the stream and the
-    embeddings, [tokens, 2 * hidden]; there is no other residual."""
-
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
-        self.mlp = None
-        names = spec.names_in(index)
-        mixer = spec.mixers[index]
-        self.residual_stream = builder.residual_stream
-        self.kernels = builder.kernels
-        self.block = None
-        if isinstance(mixer, SharedBlockSpec):
-            self.block = SharedBlock(builder, mixer, spec.norm, names, place)
-            mixer = mixer.recurrent
-        assert isinstance(mixer, Mamba2Spec)
-        self.norm = make_norm(builder, names["attention_norm"], spec.hidden_size, spec.norm)
-        self.mixer = Mamba2(builder, mixer, names, place)
-
-    def reader(self, role: str) -> Any:
-        return self.block.attention if role == "kv" and self.block is not None else self.mixer
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        stream = self.residual_stream
-        tokens = state.inputs.positions
-        main, embeddings = (part.contiguous() for part in x.chunk(2, 1))
-        read = main
-        if self.block is not None:
-            added = self.block(x, state)
-            read = self.kernels.add(main, added, added)
-        out = stream.sum(self.mixer(stream.whole(self.norm(read), tokens), state, wanted))
-        main, embeddings = (stream.pick(part, wanted, tokens) for part in (main, embeddings))
-        return torch.cat((self.kernels.add(main, out, out), embeddings), 1), None
-
-
-LAYERS = {
-    "sequential": DecoderLayer,
-    "parallel": ParallelLayer,
-    "post_norm": PostNormLayer,
-    "single": SingleLayer,
-    "cross": CrossLayer,
-    "cross_post_norm": CrossPostNormLayer,
-    "shifted": ShiftedLayer,
-    "scaled": ScaledLayer,
-    "altup": AltUpLayer,
-    "hyper": HyperLayer,
-    "cycle": CycleLayer,
-    "blocks": BlockLayer,
-}

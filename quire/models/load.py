@@ -17,6 +17,7 @@ from quire.checkpoints.gguf import read_gguf
 from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
 from quire.checkpoints.gguf_models import gguf_tensors
 from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
+from quire.checkpoints.normed_head import NormedHeadCheckpoint
 from quire.checkpoints.packed.cache import WeightCache, open_cache
 from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
@@ -95,11 +96,13 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """Return the checkpoint converted to the form that the schemes read, if necessary."""
     if any(name.endswith("_blocks") for name in checkpoint.names):
         return Mxfp4Checkpoint(checkpoint)
+    if config.get("norm_head"):
+        return NormedHeadCheckpoint(checkpoint)
     if any(name.endswith(PACKED) for name in checkpoint.names):
         return RwkvCheckpoint(checkpoint)
     if any(name.endswith(merged_adapter.ORIGINAL) for name in checkpoint.names):
         return merged_adapter.with_parametrization(checkpoint, config)
-    if any(name.endswith(nomic.ROWS) for name in checkpoint.names):
+    if config.get("num_experts") and any(name.endswith(nomic.ROWS) for name in checkpoint.names):
         return nomic.with_experts(checkpoint, config)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)

@@ -215,6 +215,8 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
         )
     assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
+    if mixer.projections == "kimi_whole":
+        return total + hidden * (channels + 2 * values + heads)
     if mixer.projections == "kimi":
         return total + hidden * (channels + heads) + 2 * (hidden + values) * mixer.value_dim
     return total + hidden * (channels + values + 2 * heads)
@@ -227,11 +229,14 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     kv_heads = len(mine.kv_heads)
     value_dim = mixer.value_dim or dim
     gates = heads if mixer.output_gate == "by_head" else heads * dim
-    outputs = heads * dim + (gates if mixer.output_gate else 0)
+    outputs = (mixer.query_rank or heads * dim) + (gates if mixer.output_gate else 0)
     if mixer.source is None:
         outputs += kv_heads * (dim if mixer.values_are_keys else dim + value_dim)
     total = _linear(mixer.input_size or mixer.hidden_size, outputs, mixer.qkv_bias)
     total += heads * value_dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
+    total += mixer.query_rank * heads * dim
+    if mixer.query_norm is not None:
+        total += _norm(mixer.query_norm, mixer.query_rank)
     if mixer.sub_norm is not None:
         total += _norm(mixer.sub_norm, heads * dim)
     if mixer.qk_norm is not None:

@@ -9,6 +9,7 @@ from quire.checkpoints.sentence_transformers import SentenceTransformer, read_se
 from quire.config.engine import ConfigError, ModelConfig
 from quire.layers.specs import PoolerSpec, Pooling, TokenChoice
 from quire.models.pooling_heads import CLASSIFIERS, classifier, embedder, is_late_interaction, step_scores, words_head
+from quire.models.registry import ARCHITECTURES
 from quire.models.spec import DecoderSpec, HfConfig
 
 # vLLM's names
@@ -76,6 +77,8 @@ def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) ->
     name = str((config.get("architectures") or [""])[0])
     if not directory.is_file() and (directory / "modules.json").is_file():
         return True
+    if name in ARCHITECTURES:  # such as ChatGLMModel, which generates
+        return False
     pools = name.endswith(("Model", "ForMaskedLM", "ForRanking", *CLASSIFIERS)) and not name.endswith("LMHeadModel")
     return pools or is_late_interaction(name)
 

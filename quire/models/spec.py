@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
-from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec
+from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec, SkipSpec
 from quire.layers.state_spec import (
     DeltaSpec,
     HybridSpec,
@@ -55,26 +55,26 @@ NAMES: Mapping[str, dict[str, str | None]] = {
 class DecoderSpec:
     """Everything that distinguishes one decoder-only model, or one encoder, from another.
 
-    mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
-    windows: the number of tokens that a query attends to, None for all. rotary: None for a layer without rotary
-    embedding. residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from
-    the same input ("parallel"), with the norm after the sum ("post_norm"), with cross-attention between both ("cross",
-    or "cross_post_norm" with the norms after the sums), or with an MLP that also reads the previous token ("shifted",
-    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). With
-    "scaled", a branch with the layer's own embeddings may follow, and the stream is multiplied by a factor of the layer
-    (Gemma 4). With "altup" and "hyper", there are several streams (Gemma 3n, Hunyuan 4). A layer has the norms that
-    `names` contains.
-    position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
-    embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
-    score_scales: one factor for the attention scores of each layer. token_types: the number of segment types, each with
-    a vector that is added to its tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
-    before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
-    has no logits. chunks: for each layer, the tokens of a chunk of the text; a query attends only within its chunk
-    (Llama 4); None for no chunks. media: of a model with image or audio input. crossed: the maximum number of encoder
-    tokens that the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the
-    head uses the embedding table; None if it does only in checkpoints without a head. layer_names: changes to `names`
-    in some layers (OLMo Hybrid). per_layer: the embeddings of tokens for each layer, None for none. altup: the streams
-    of "altup". hyper: the streams of "hyper". norms: the norms that differ from `norm`, by role.
+    mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention. windows: the number
+    of tokens that a query attends to, None for all. rotary: None for a layer without rotary embedding. residual: how a
+    layer's branches use the residual stream: one after the other ("sequential"), both from the same input ("parallel"),
+    with the norm after the sum ("post_norm"), with cross-attention between both ("cross", or "cross_post_norm" with the
+    norms after the sums), or with an MLP that also reads the previous token ("shifted", RWKV-7). With "single", a layer
+    has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). Layers of a "sequential" model can lack
+    either, or both (DeciLM). With "scaled", a branch with the layer's own embeddings may follow, and the stream is
+    multiplied by a factor of the layer (Gemma 4). With "altup" and "hyper", there are several streams (Gemma 3n,
+    Hunyuan 4). A layer has the norms that `names` contains. position_offset: rows before position 0 in the table of
+    learned positions, None if there is no such table. embedding_size: width of the token table if it is not
+    hidden_size; the embeddings are then projected. score_scales: one factor for the attention scores of each layer.
+    token_types: the number of segment types, each with a vector that is added to its tokens (BERT), see Decoder.embed.
+    first_norm: whether the first layer has the norm before its attention. In an encoder, windows are numbers of tokens
+    to each side. Without the name "lm_head", a model has no logits. chunks: for each layer, the tokens of a chunk of
+    the text; a query attends only within its chunk (Llama 4); None for no chunks. media: of a model with image or audio
+    input. crossed: the maximum number of encoder tokens that the cross-attention of each layer reads; 0 for a model
+    without an encoder. tie_embeddings: whether the head uses the embedding table; None if it does only in checkpoints
+    without a head. layer_names: changes to `names` in some layers (OLMo Hybrid). norms: by role, the norms that differ
+    from `norm` (PLaMo 3). skips: the connections between layers that are not neighbours (Solar). per_layer: the
+    embeddings of tokens for each layer, None for none. altup: the streams of "altup". hyper: the streams of "hyper".
     weights_of: in a model that goes through some layers several times, the layer of the checkpoint whose weights each
     layer has; layers that share weights still have caches of their own. cycles: of "cycle".
     """
@@ -105,12 +105,13 @@ class DecoderSpec:
     crossed: int = 0
     names: Names = field(default_factory=lambda: NAMES["llama"])
     layer_names: Mapping[int, Names] = field(default_factory=dict)
+    norms: Mapping[str, NormSpec] = field(default_factory=dict)
+    skips: tuple[SkipSpec, ...] = ()
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
     hyper: HyperSpec | None = None
     weights_of: tuple[int, ...] | None = None
     cycles: CycleSpec | None = None
-    norms: Mapping[str, NormSpec] = field(default_factory=dict)
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
     def names_in(self, layer: int) -> dict[str, str]:
@@ -169,11 +170,13 @@ class DecoderSpec:
     @property
     def indivisible(self) -> list[range]:
         """Return the layers in groups that must stay on one stage: a layer, and the following ones that share its
-        selection, or up to the last one that reads its keys and values."""
+        selection, or up to the last one that reads its keys and values, or the stream before it."""
         shared = {i for i, mixer in enumerate(self.mixers) if getattr(mixer, "shares_selection", False)}
         for layer, mixer in enumerate(self.mixers):
             if isinstance(mixer, AttentionSpec) and mixer.source is not None:
                 shared.update(range(mixer.source + 1, layer + 1))
+        for skip in self.skips:
+            shared.update(range(skip.source + 1, skip.target + 1))
         starts = [layer for layer in range(self.num_layers) if layer not in shared]
         return [range(start, stop) for start, stop in pairwise([*starts, self.num_layers])]
 
@@ -260,6 +263,11 @@ def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: T
     kinds = config.get("layer_types")
     sliding = [k == "sliding_attention" for k in kinds] if kinds else [default(i) for i in range(layers)]
     return tuple(window if slides else None for slides in sliding)
+
+
+def with_common_names(config: HfConfig, **names: str) -> HfConfig:
+    """Return the config with the common names of its fields. names: the family's own name of each."""
+    return {**config, **{name: config[own] for name, own in names.items() if own in config}}
 
 
 def expert_count(config: HfConfig) -> int:

@@ -20,6 +20,7 @@ from support.divisions import DIVISIONS, divided, has_divisible_contexts
 from support.engines import make_llm
 from support.families.experts import EXPERTS
 from support.families.mixtures import MIXTURES
+from support.families.published import PUBLISHED
 from support.families.recent import RECENT_EXPERTS
 from support.families.states import STATES
 from support.reference import LENGTHS, Continuation
@@ -32,7 +33,7 @@ WITH_EXPERTS = {
     *RECENT_EXPERTS,
     *MIXTURES,
     "gemma4-experts",
-    *(name for name, (_, config, _) in STATES.items() if any(config.get(key) for key in COUNTS)),
+    *(name for name, (_, config, _) in {**PUBLISHED, **STATES}.items() if any(config.get(key) for key in COUNTS)),
 }
 RANKS: dict[str, dict[str, int | bool]] = {
     "tp 2": {"tensor_parallel_size": 2},

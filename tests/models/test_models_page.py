@@ -16,7 +16,8 @@ from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES
 from support.engines import GREEDY, generate, make_llm, runner_of
-from support.layouts import STAND_INS
+from support.layouts import RENAMED, STAND_INS
+from support.stand_in_layouts import SAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by tests/models/test_models_page.py --write -->\n", "<!-- end -->\n"
@@ -126,10 +127,33 @@ PEOPLE_CALL_IT = {
     "lfm3": "LFM3",
     "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
+    "internlm3": "InternLM3",
+    "iquestcoder": "IQuest-Coder",
+    "orion": "Orion",
+    "telechat3": "TeleChat3",
+    "telechat": "TeleChat2",
+    "teleflm": "Tele-FLM",
+    "pangu_embedded": "openPangu-Embedded",
+    "deepseek": "DeepSeekMoE",
+    "bailing_moe": "Ling (BailingMoE)",
+    "bailing_moe_v2": "Ling 2.0, Ring 2.0",
+    "param2moe": "Param-2",
+    "chatglm": "ChatGLM2, ChatGLM3, GLM-4-9B",
+    "bailing_hybrid": "Ling 3",
+    "solar": "Solar Pro",
+    "nemotron-nas": "DeciLM, Llama-Nemotron",
+    "plamo3": "PLaMo 3",
+    "rnj1": "Rnj-1",
+    "domyn_edge": "Domyn Edge",
+    "pangu_ultra_moe": "openPangu-Ultra-MoE",
+    "mistral_large3": "Mistral Large 3 (text)",
+    "mimo_v2": "MiMo-V2.5",
+    "step3_text": "Step 3 (text)",
 }
 
 OTHER_NAMES = {
-    "llama": ["YiForCausalLM"],
+    **SAME,
+    "llama": ["YiForCausalLM", *SAME["llama"]],
     "gemma3_text": ["Gemma3ForConditionalGeneration"],
     "gemma4_text": ["Gemma4ForConditionalGeneration"],
     "gemma3n_text": ["Gemma3nForConditionalGeneration"],
@@ -220,7 +244,8 @@ def table(checkpoints, recorded: Callable[[str], str]) -> str:
         names += [f"`{name}`" for name in OTHER_NAMES.get(family, [])]
         features = [label for label, has in FEATURES if any(map(has, specs))]
         other = STAND_INS.get(family)
-        reference = f"transformers' {other.capitalize()}, renamed" if other else REFERENCES.get(family, "transformers")
+        how = "renamed" if family in RENAMED else "changed"
+        reference = f"transformers' {other.capitalize()}, {how}" if other else REFERENCES.get(family, "transformers")
         rows.append(
             f"| {PEOPLE_CALL_IT[family]} | {', '.join(names)} | {', '.join(features)} | {reference} | "
             f"{recorded(family)} | `pytest -m \"family(name='{family}')\"` |"

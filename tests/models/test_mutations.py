@@ -233,8 +233,33 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("glm4_moe", "not normalized", m.experts(normalize=False)),
     ("glm4_moe-query-key-norms", "not scaled", m.experts(scale=1.0)),
 ]
+_ANOTHER_BASE = m.rotary(theta=lambda theta: theta * 1.1)
+SPEC_MUTATIONS += [  # of families that transformers lacks
+    *((name, "theta", _ANOTHER_BASE) for name in ("internlm3", "iquestcoder", "telechat3", "telechat", "rnj1")),
+    *((name, "theta", _ANOTHER_BASE) for name in ("pangu_embedded", "nemotron-nas", "mistral_large3")),
+    ("orion", "larger eps", m.norm(eps=0.1)),
+    ("teleflm", "embedding scale", m.decoder(embedding_scale=None)),
+    ("deepseek", "normalized", m.experts(normalize=True)),
+    ("bailing_moe", "not normalized", m.experts(normalize=False)),
+    ("bailing_moe_v2", "no groups", m.experts(groups=1)),
+    ("bailing_moe_v2", "whole head rotated", m.head_rotated_whole),
+    ("param2moe", "not scaled", m.experts(scale=1.0)),
+    ("chatglm", "not interleaved", m.attention(interleaved_rotary=False)),
+    ("chatglm", "whole head rotated", m.head_rotated_whole),
+    ("solar", "no skips", m.decoder(skips=lambda skips: ())),
+    ("solar", "another weight", m.decoder(skips=lambda skips: tuple(replace(s, weight=0.7) for s in skips))),
+    ("plamo3", "one offset", m.decoder(norms=lambda norms: {})),
+    ("plamo3", "one more", m.windows(lambda window: window + 1)),
+    ("domyn_edge", "one less", m.windows(lambda window: window - 1)),
+    ("domyn_edge", "all layers rotated", m.rotated_alike),
+    ("pangu_ultra_moe", "not scaled", m.experts(scale=1.0)),
+    ("mimo_v2", "values are not scaled", m.attention(value_scale=1.0)),
+    ("step3_text", "not normalized", m.experts(normalize=False)),
+    ("bailing_hybrid", "not scaled", m.experts(scale=1.0)),
+]
 TOKENS_KEPT: list[tuple[str, str, m.SpecMutation]] = [  # these show in probabilities, and in a token seldom or never
     ("cohere", "logit scale", m.decoder(logit_scale=None)),
+    ("teleflm", "logit scale", m.decoder(logit_scale=None)),
     ("granite", "logit scale", m.decoder(logit_scale=None)),
     ("minicpm", "logit scale", m.decoder(logit_scale=None)),
     ("minicpm3", "logit scale", m.decoder(logit_scale=None)),
@@ -352,6 +377,11 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("rwkv7", "keys without their rate", m.in_states(lambda mixer: mixer.rate_scale.zero_())),
     ("rwkv7", "removal by the key itself", m.in_states(lambda mixer: mixer.removal_scale.fill_(1))),
     ("rwkv7", "each layer its own values", m.in_states(lambda mixer: setattr(mixer, "first_part", None))),
+    (
+        "bailing_hybrid",
+        "decays without a bound",
+        m.in_states(lambda mixer: setattr(mixer, "spec", replace(mixer.spec, decay_bound=None))),
+    ),
     # ends
     ("llama", "tied", m.tied),
     ("qwen2", "untied", m.untied),

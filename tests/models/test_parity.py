@@ -21,8 +21,8 @@ BOUND = 5e-5  # of the logits' standard deviation
 # Nemotron's squares make more of it: transformers is 2.7e-4, 1.4e-4 and (Ministral 3) 1.2e-4 from itself in float64.
 # Of the models with a delta rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi
 # Linear 7.3e-5. OLMo Hybrid is 4.7e-5 from transformers in float64, which is 2.9e-5 from itself. Gemma 4 with experts
-# is 1.0e-4 from itself, with shared layers 3.3e-5. Step 3.5 is 1.1e-4 from itself, DBRX 7.3e-4,
-# Zamba2 8e-4.
+# is 1.0e-4 from itself, with shared layers 3.3e-5. Step 3.5 is 1.1e-4 from itself, DBRX 7.3e-4, Zamba2 8e-4,
+# PLaMo 3 7.2e-5. Ling 3, which has a delta rule, is 5.2e-5 from transformers.
 NOISY = {
     "gemma2-without-caps": 1.5e-4,
     "deepseek_v3": 1e-4,
@@ -42,6 +42,8 @@ NOISY = {
     "gemma4": 1e-4,
     "gemma4-experts": 2.5e-4,
     "gemma4-other-layers": 1.5e-4,
+    "plamo3": 1.5e-4,
+    "bailing_hybrid": 1e-4,
 }
 
 
@@ -96,7 +98,8 @@ def test_the_checkpoints_can_tell_right_from_wrong(references, variant):
     """Sharp enough logits, output that is seldom a loop, hardly a tie: else the comparisons above say little."""
     continuations = references.continuations(variant)
     longest = continuations[len(LENGTHS) - 1]
-    assert logits(references.model(variant), longest.prompt + longest.token_ids).std() >= 1
+    least = 0.4 if variant == "bailing_moe-normed-head" else 1  # whose head's weights are small
+    assert logits(references.model(variant), longest.prompt + longest.token_ids).std() >= least
     assert sum(len(set(c.token_ids)) for c in continuations) >= 25 * len(continuations)
     assert sum(c.certain for c in continuations) >= 0.95 * NUM_TOKENS * len(continuations)
 

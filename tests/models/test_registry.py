@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.checkpoints import EOS, FAMILIES, byte_level_tokenizer
 from support.engines import make_llm, teacher_forced_logits
 from support.reference import logits, prompts
 from support.seeing import SEEING
+from support.stand_in_layouts import SAME
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
 
@@ -129,10 +131,20 @@ def _ministral3() -> Any:
     return _mistral3(Ministral3Config(**{**TEXT, "num_hidden_layers": 2, "sliding_window": None}))
 
 
+def _hyperclovax() -> Any:
+    from transformers import HyperCLOVAXConfig, HyperCLOVAXVisionV2Config, HyperCLOVAXVisionV2ForConditionalGeneration
+
+    text = HyperCLOVAXConfig(**{**TEXT, "num_hidden_layers": 2, "attention_multiplier": 0.3, "logits_scaling": 0.5})
+    vision = {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = HyperCLOVAXVisionV2Config(text_config=text, vision_config={**vision, "intermediate_size": 32})
+    config._attn_implementation = "eager"
+    return HyperCLOVAXVisionV2ForConditionalGeneration(config)
+
+
 @pytest.mark.parametrize(
     "make",
-    [_gemma3, _llama4, _gemma4, _mistral4, _ministral3],
-    ids=["gemma3", "llama4", "gemma4", "mistral4", "ministral3"],
+    [_gemma3, _llama4, _gemma4, _mistral4, _ministral3, _hyperclovax],
+    ids=["gemma3", "llama4", "gemma4", "mistral4", "ministral3", "hyperclovax"],
 )
 def test_the_text_model_of_a_model_that_sees_equals_transformers(tmp_path, make):
     torch.manual_seed(0)
@@ -162,6 +174,9 @@ def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
         "ExaoneMoEForCausalLM",
         "Gemma4ForConditionalGeneration",
         "Gemma3nForConditionalGeneration",
+        "HCXVisionV2ForCausalLM",
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        *chain.from_iterable(SAME.values()),
         "Step3p7ForConditionalGeneration",
         "MuseGlimmerForConditionalGeneration",
         "Dots3NoteForConditionalGeneration",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -14,22 +15,25 @@ from quire.models.load import load_model
 from quire.models.registry import ARCHITECTURES, spec_of
 from quire.parallel.mesh import Mesh
 from quire.text.tokenizer import Tokenizer
-from support.checkpoints import ALL_VARIANTS, CORPUS, EOS, write_checkpoint
+from support.checkpoints import ALL_VARIANTS, CORPUS, EOS, FAMILIES, write_checkpoint
 from support.engines import generate, make_llm, tokens_of
 from support.layouts import STAND_INS
 from support.reference import LENGTHS
 from support.saved_checkpoints import VERSIONS, fold, read_record, save_tokenizer, unfold
 from support.seeing import SEEING
+from support.stand_in_layouts import CHANGED as CHANGED_FAMILIES
+from support.stand_in_layouts import SAME
 
 pytestmark = pytest.mark.texts
 
 # The variants that other tests change after they are saved; test_parity.py reads the others as they were saved. Not
-# Kimi Linear and Hunyuan 4: transformers 5.24 saves dense layers of the one, and hyper-connections of the other, under
-# names that no published checkpoint has.
+# Kimi Linear, Ling 3 and Hunyuan 4: transformers 5.24 saves dense layers of the first two, and hyper-connections of the
+# last, under names that no published checkpoint has.
+OTHER_NAMES = {"kimi_linear", "bailing_hybrid", "hy_v4"}
 CHANGED = [
     name
     for name, (kind, _, writing) in ALL_VARIANTS.items()
-    if kind not in {*STAND_INS, "kimi_linear", "hy_v4"} and writing.keys() - {"seed"}
+    if kind not in {*STAND_INS, *OTHER_NAMES} and writing.keys() - {"seed"}
 ]
 RECORDS = {version: read_record(version) for version in VERSIONS}
 RECORDED = [(version, variant) for version, record in RECORDS.items() for variant in record["variants"]]
@@ -74,9 +78,11 @@ def test_the_tensors_of_an_older_version_are_those_of_the_model(tmp_path, versio
     load_model(tmp_path, config, 64, torch.device("cpu"), Mesh(), show_progress=False)
 
 
-def test_every_architecture_of_transformers_is_recorded():
+def test_every_architecture_of_transformers_is_recorded(checkpoints):
     named = {record["config"]["architectures"][0] for r in RECORDS.values() for record in r["variants"].values()}
-    others = {"YiForCausalLM", "InternLM2ForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "PhiMoEForCausalLM"}
+    lacking = {hf_config(checkpoints.path(FAMILIES[kind][0]), {})["architectures"][0] for kind in CHANGED_FAMILIES}
+    others = {*lacking, *chain.from_iterable(SAME.values())}
+    others |= {"YiForCausalLM", "InternLM2ForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "PhiMoEForCausalLM"}
     others |= {"Llama4ForConditionalGeneration", *SEEING}
     others |= {"Dots1ForCausalLM", "Exaone4ForCausalLM"}  # these versions know other options than the variants have
     others |= {"GraniteMoeHybridForCausalLM"}  # the same
@@ -92,6 +98,9 @@ def test_every_architecture_of_transformers_is_recorded():
     others |= {"HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
     others |= {"Lfm3ForCausalLM", "MPTForCausalLM", "MellumForCausalLM", "MiMoV2FlashForCausalLM"}
     others |= {"MiniCPM3ForCausalLM", "Mistral4ForCausalLM", "MptForCausalLM", "OlmoHybridForCausalLM"}
+    others |= {"InternLM3ForCausalLM", "IQuestCoderForCausalLM"}
+    others |= {"HCXVisionV2ForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"}
+    others |= {"BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"}
     others |= {"PersimmonForCausalLM", "SolarOpenForCausalLM", "Starcoder2ForCausalLM", "YoutuForCausalLM"}
     others |= {"DbrxForCausalLM", "HYV4ForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"}
     others |= {

@@ -537,6 +537,7 @@ def test_every_op_has_cases():
         *of_batches,
         "causal_conv",
         "time_steps",
+        "bounded_decays",
         "scan",
         "selective_scan",
         "gated_norm",

@@ -180,6 +180,14 @@ def test_gated_norms(dtype, options, size):
     check_gated_norm(kernels(dtype, False), dtype, options, size, 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bounded_decays_equal_their_definition(dtype):
+    x = (torch.randn(9, 40) * 4).to(dtype)[:, :37]
+    bias, rate = torch.randn(37), torch.randn(37)
+    made, expected = (kernels(dtype, plain).bounded_decays(x, bias, rate, -5.0) for plain in (False, True))
+    torch.testing.assert_close(made, expected)
+
+
 def test_time_steps_are_exact_where_they_are_short():
     x, bias, rate = (
         torch.linspace(-30, 30, 400)[:, None].repeat(1, 3),

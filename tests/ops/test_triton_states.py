@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(
     causal_conv=convolution.causal_conv,
     time_steps=convolution.time_steps,
+    bounded_decays=convolution.bounded_decays,
     scan=states.scan,
     gated_norm=states.gated_norm,
     selective_scan=states.selective_scan,
@@ -66,4 +67,10 @@ def test_gated_norms(dtype, options, size):
 def test_time_steps():
     x, bias, rate = torch.randn(7, 5) * 10, torch.randn(5), torch.randn(5)
     made, expected = (k.time_steps(x, bias, rate, 0.01, 5.0) for k in (KERNELS, kernels(torch.float32, True)))
+    torch.testing.assert_close(made, expected)
+
+
+def test_bounded_decays():
+    x, bias, rate = torch.randn(7, 5) * 10, torch.randn(5), torch.randn(5)
+    made, expected = (k.bounded_decays(x, bias, rate, -5.0) for k in (KERNELS, kernels(torch.float32, True)))
     torch.testing.assert_close(made, expected)

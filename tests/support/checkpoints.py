@@ -18,7 +18,7 @@ import pytest
 
 from support.families import NEW_VARIANTS
 from support.families.base import MAX_POSITIONS, Variant, rope
-from support.layouts import HUB_LAYOUTS, STAND_INS, edit_config, edit_tensors, stand_in_config
+from support.layouts import HUB_LAYOUTS, RENAMED, edit_config, edit_tensors, stand_in_config
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the cat sat on the mat with the hat.",
@@ -126,11 +126,12 @@ def model_class(kind: str) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Mistral4Config
     from transformers import Mistral4ForCausalLM as Mistral4
 
-    import support.rwkv7  # registers a family that transformers lacks
+    import support.rwkv7
+    import support.stand_ins  # registers others
     import support.text_models  # noqa: F401  the same
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4, exist_ok=True)  # transformers' list lacks it
-    config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))
+    config_class = type(AutoConfig.for_model(RENAMED.get(kind, kind)))
     return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from support import checkpoints, layouts
 from support.families import REFERENCE_CONFIG
+from support.stand_in_layouts import CHANGED
 
 FILE = Path(__file__).parents[1] / "data" / "continuations.jsonl"
 DRAWN = (
@@ -30,7 +31,12 @@ DRAWN = (
     layouts.stand_in_config,
 )
 # The files with models that transformers lacks
-OWN_MODELS = {"rwkv7": "rwkv7.py", "step3p5": "text_models.py", "muse_glimmer_text": "text_models.py"}
+OWN_MODELS = {
+    "rwkv7": "rwkv7.py",
+    "step3p5": "text_models.py",
+    "muse_glimmer_text": "text_models.py",
+    **dict.fromkeys(CHANGED, "stand_ins.py"),
+}
 Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and how many come before the first tie
 
 

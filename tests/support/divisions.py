@@ -39,7 +39,7 @@ class Division(NamedTuple):
 
     def is_possible(self, path: Path) -> bool:
         spec = describe(path, ModelConfig()).spec
-        shapes = [mixer.cache_shape(Communicator(0, self.tp)) for mixer in spec.mixers]
+        shapes = [mixer.cache_shape(Communicator(0, self.tp)) for mixer in spec.mixers if mixer is not None]
         try:
             check_context(shapes, EngineConfig.create(**self.options).parallel)
         except ConfigError:

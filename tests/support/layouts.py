@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.stand_in_layouts import CHANGED, LAYOUTS
+
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-# Families that transformers lacks, by the family that computes the same
-STAND_INS = {"internlm2": "llama", "minicpm": "granite", "mimo": "qwen2"}
+# Families that transformers lacks, by the family that computes the same, or does so with changed parts
+RENAMED = {"internlm2": "llama", "minicpm": "granite", "mimo": "qwen2"}
+STAND_INS = {**RENAMED, **CHANGED}
 
 
 def stand_in_config(kind: str, config: Config) -> Config:
@@ -43,7 +46,7 @@ def edit_config(
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    if kind in STAND_INS:
+    if kind in RENAMED:
         _under_its_own_name(config, kind, differences)
     if old_rope:
         before_transformers_5(config)
@@ -248,6 +251,7 @@ def hy_v4_hub(tensors: Tensors, config: Config) -> Tensors:
 
 
 HUB_LAYOUTS = {
+    **LAYOUTS,
     "hy_v4": hy_v4_hub,
     "gemma4_text": gemma4_hub,
     "olmo_hybrid": olmo_hybrid_hub,

@@ -104,6 +104,8 @@ class References:
             if kind in STAND_INS:  # transformers cannot read the file
                 model = build(kind, config, writing.get("seed", 0))
                 model.set_attn_implementation("eager")
+                if hasattr(model, "set_experts_implementation"):
+                    model.set_experts_implementation("eager")
             else:
                 model = load(self._checkpoints.path(variant), **REFERENCE_CONFIG.get(variant, {}))
             self._models[variant] = model

@@ -3,7 +3,7 @@ token uses. DeepSeek-V3.2 and GLM-5 add sparse attention."""
 
 from dataclasses import replace
 
-from quire.layers.attention_spec import IndexerSpec, LatentAttentionSpec
+from quire.layers.attention_spec import IndexerSpec, LatentAttentionSpec, Temperature
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.architectures.llama import mistral_temperature
@@ -37,6 +37,13 @@ def deepseek(config: HfConfig, mlp: MLPSpec | None = None) -> DecoderSpec:
         names=NAMES["deepseek_moe"] | NAMES["deepseek"],
         ignored=with_draft_layers(config),
     )
+
+
+def deepseek_v1(config: HfConfig) -> DecoderSpec:
+    """DeepSeekMoE (arXiv:2401.06066): standard attention, and the experts of DeepSeek-V2."""
+    bias = bool(config.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "output_bias": bias}
+    return decoder_spec(config, attention=attention, mlp=mixtures(config, is_v3=False), names=NAMES["deepseek_moe"])
 
 
 def deepseek_v32(config: HfConfig) -> DecoderSpec:
@@ -101,6 +108,24 @@ def mistral4(config: HfConfig) -> DecoderSpec:
         mixers=tuple(replace(mixer, temperature=temperature) for mixer in latents(spec)),
         mlps=tuple(map(changed, spec.mlps)),
         names={**spec.names, **names},
+    )
+
+
+def mistral_large3(config: HfConfig) -> DecoderSpec:
+    """Mistral Large 3, with the tensors' names of Mistral's own format. YaRN has DeepSeek's mscale of 1, unless
+    attention_factor replaces it."""
+    rope = {"mscale": 1.0, **(config.get("rope_parameters") or {})}
+    if rope.get("attention_factor"):
+        rope.pop("mscale_all_dim", None)
+    spec = mistral4({**config, "rope_parameters": rope})
+    mlps = (replace(mlp, layout="separate") if isinstance(mlp, MoESpec) else mlp for mlp in spec.mlps)
+    scaling = config.get("llama_4_scaling")
+    rise = Temperature(scaling["beta"], scaling["original_max_position_embeddings"]) if scaling else None
+    return replace(
+        spec,
+        mixers=tuple(replace(mixer, temperature=rise or mixer.temperature) for mixer in latents(spec)),
+        mlps=tuple(mlps),
+        names=NAMES["mistral_large3"],
     )
 
 

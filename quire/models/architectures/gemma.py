@@ -89,6 +89,14 @@ def gemma3(config: HfConfig) -> DecoderSpec:
     )
 
 
+def rnj1(config: HfConfig) -> DecoderSpec:
+    """Rnj-1: Gemma 3 with full attention in all layers."""
+    if "chunked_attention" in (config.get("layer_types") or ()):
+        raise ValueError("layer_types with chunked_attention is not supported in a Rnj-1")
+    kinds = ["full_attention"] * config["num_hidden_layers"]
+    return gemma3({"layer_types": kinds, **config, "attn_logit_softcapping": None})
+
+
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
     """Gemma 3 with image input, if its config describes the vision model. Otherwise, this is the text model, and the
     weights of a vision tower are ignored."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quire.layers.attention_spec import AttentionSpec, Temperature
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, with_common_names
 
 _LAYER = "model.layers.{i}."
 
@@ -79,6 +79,48 @@ def internlm2(config: HfConfig) -> DecoderSpec:
     bias = bool(config.get("bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias, "qkv_layout": "by_kv_head"}
     return decoder_spec(config, attention=attention, names=NAMES["internlm2"])
+
+
+def internlm3(config: HfConfig) -> DecoderSpec:
+    """Llama with `bias` and `qkv_bias` in its config (InternLM3, Pangu Embedded)."""
+    spec = llama({**config, "attention_bias": config.get("attention_bias") or config.get("bias")})
+    qkv_bias = config.get("qkv_bias")
+    if qkv_bias is None:
+        return spec
+    mixers = (replace(mixer, qkv_bias=bool(qkv_bias)) for mixer in spec.mixers if isinstance(mixer, AttentionSpec))
+    return replace(spec, mixers=tuple(mixers))
+
+
+def orion(config: HfConfig) -> DecoderSpec:
+    """Llama with layer norms."""
+    return replace(llama(config), norm=NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True))
+
+
+def telechat2(config: HfConfig) -> DecoderSpec:
+    """TeleChat2: keys and values of each head are in one tensor, and only both output projections have biases."""
+    config = with_common_names(
+        config,
+        num_hidden_layers="n_layer",
+        num_attention_heads="n_head",
+        intermediate_size="ffn_hidden_size",
+        rms_norm_eps="layer_norm_epsilon",
+        max_position_embeddings="seq_length",
+    )
+    return decoder_spec(
+        config,
+        attention={"output_bias": True, "qkv_layout": "key_value"},
+        mlp=MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"), down_bias=True),
+        names=NAMES["telechat"],
+    )
+
+
+def teleflm(config: HfConfig) -> DecoderSpec:
+    """Tele-FLM: Llama with scaled embeddings and logits, as in the muP parametrization."""
+    spec = llama(config)
+    if not config.get("use_mup"):
+        return spec
+    logit_scale = config["output_mult"] / config["mup_scale_factor"]
+    return replace(spec, embedding_scale=config.get("input_mult", 1.0), logit_scale=logit_scale)
 
 
 def granite(config: HfConfig) -> DecoderSpec:

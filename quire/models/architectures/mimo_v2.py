@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: values that are shorter than keys, and the experts of DeepSeek-V3."""
+"""MiMo-V2-Flash and MiMo-V2.5: values that are shorter than keys, and the experts of DeepSeek-V3."""
 
 from dataclasses import replace
 
@@ -9,10 +9,22 @@ from quire.models.architectures.deepseek import mixtures
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
+def mimo_v2(config: HfConfig) -> DecoderSpec:
+    """MiMo-V2.5: q, k and v may be in one tensor, whose quantized form is not supported."""
+    if config.get("attention_projection_layout") != "fused_qkv":
+        return mimo_v2_flash(config)
+    if config.get("quantization_config"):
+        raise ValueError("attention_projection_layout='fused_qkv' with quantization_config is not supported")
+    spec = mimo_v2_flash(config)
+    mixers = tuple(replace(m, qkv_layout="concatenated") for m in spec.mixers if isinstance(m, AttentionSpec))
+    return replace(spec, mixers=mixers, names={**spec.names, "qkv": "model.layers.{i}.self_attn.qkv_proj"})
+
+
 def mimo_v2_flash(config: HfConfig) -> DecoderSpec:
     """Most layers have a window, twice as many KV heads, and sinks. The first checkpoints have other field names than
     transformers."""
-    config = {"head_dim": 192, "v_head_dim": 128, "rms_norm_eps": 1e-5, "intermediate_size": 0, **config}
+    eps = config.get("layernorm_epsilon", 1e-5)
+    config = {"head_dim": 192, "v_head_dim": 128, "rms_norm_eps": eps, "intermediate_size": 0, **config}
     layers = config["num_hidden_layers"]
     pattern = config.get("hybrid_layer_pattern") or [0 if i == 0 or (i + 1) % 6 == 0 else 1 for i in range(layers)]
     kinds = config.get("layer_types") or ["sliding_attention" if slides else "full_attention" for slides in pattern]

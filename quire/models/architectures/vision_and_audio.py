@@ -6,12 +6,13 @@ from typing import Any
 from quire.models.architectures.deepseek import mistral4
 from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire.models.architectures.gemma import gemma
-from quire.models.architectures.llama import llama, ministral3, mistral
+from quire.models.architectures.llama import hyperclovax, llama, ministral3, mistral
 from quire.models.architectures.qwen import qwen2, qwen3, qwen3_vl_moe
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 from quire.multimodal.spec import MediaSpec
 
 TEXT_MODELS: dict[str, Architecture] = {
+    "hyperclovax": hyperclovax,
     "llama": llama,
     "mistral": mistral,
     "ministral3": ministral3,
@@ -46,6 +47,12 @@ def llava(config: HfConfig) -> DecoderSpec:
     elif config.get("model_type") in ("llava_next", "llava_onevision"):
         family = "llava_next"
     return replace(spec, media=MediaSpec(family, config), ignored=(*spec.ignored, UNUSED))
+
+
+def hcx_vision_v2(config: HfConfig) -> DecoderSpec:
+    """HyperCLOVA X Vision V2: the text model alone, without image input."""
+    spec = _text(config, "hyperclovax")
+    return replace(spec, ignored=(*spec.ignored, r"^(model\.)?(vision_(model|projector)|projector)\."))
 
 
 def qwen_vl(config: HfConfig) -> DecoderSpec:

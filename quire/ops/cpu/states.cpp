@@ -111,6 +111,18 @@ void time_steps(const T* x, int64_t stride, int64_t rows, int64_t n, const float
   });
 }
 
+template <class T>
+void bounded_decays(const T* x, int64_t stride, int64_t rows, int64_t n, const float* bias, const float* rate,
+                    float bound, float* decay, int threads) {
+  for_each(rows, rows * n >= 4096 ? threads : 1, [&](int64_t row) {
+    for_lanes(n, [&](int64_t i, int lanes) {
+      const f32x16 given = load_up_to(x + row * stride + i, lanes) + load_up_to(bias + i, lanes);
+      const f32x16 speed = exp2(load_up_to(rate + i, lanes) * LOG2_E);
+      store_up_to(decay + row * n + i, exp2(sigmoid(speed * given) * (bound * LOG2_E)), lanes);
+    });
+  });
+}
+
 // How a state is updated: by one of the scan's RULES, or by the selective scan, in which each element has its own decay
 // rate and each column its own scale, the time step.
 enum Rule { PLAIN, DELTA, REMOVAL, SELECTIVE };
@@ -351,6 +363,13 @@ extern "C" void quire_time_steps(int dtype, const void* x, int64_t stride, int64
   });
 }
 
+extern "C" void quire_bounded_decays(int dtype, const void* x, int64_t stride, int64_t rows, int64_t n,
+                                     const float* bias, const float* rate, float bound, float* decay, int threads) {
+  with_type(dtype, [&](auto type) {
+    bounded_decays(static_cast<const decltype(type)*>(x), stride, rows, n, bias, rate, bound, decay, threads);
+  });
+}
+
 extern "C" void quire_scan(const Step* step, int dtype, int wide_scale, int rule, int64_t heads, int64_t key_heads,
                            int64_t key_dim, int64_t value_dim, int64_t decays, const void* q, int64_t q_stride,
                            int64_t q_head, const void* k, int64_t k_stride, int64_t k_head, const void* v,
@@ -419,6 +438,7 @@ extern "C" void quire_add_bonus(int dtype, int64_t rows, int64_t heads, int64_t 
 
 RECORDABLE(quire_causal_conv)
 RECORDABLE(quire_time_steps)
+RECORDABLE(quire_bounded_decays)
 RECORDABLE(quire_scan)
 RECORDABLE(quire_selective_scan)
 RECORDABLE(quire_gated_norm)

@@ -57,6 +57,23 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
     return steps, decay
 
 
+@reference.bounded_decays.implementation("cpu", supports=on_cpu)
+def bounded_decays(x: Tensor, bias: Tensor, rate: Tensor, bound: float) -> Tensor:
+    decay = torch.empty(x.shape, dtype=torch.float32)
+    kernel("quire_bounded_decays", "iplllppfpi")(
+        CODES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        *x.shape,
+        bias.data_ptr(),
+        rate.data_ptr(),
+        bound,
+        decay.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return decay
+
+
 @reference.scan.implementation("cpu", supports=on_cpu)
 def scan(
     q: Tensor,

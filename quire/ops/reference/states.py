@@ -169,6 +169,13 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 
 
 @declare
+def bounded_decays(x: Tensor, bias: Tensor, rate: Tensor, bound: float) -> Tensor:
+    """Return factors by which states decay, above exp(bound): exp(bound * sigmoid(exp(rate) * (x + bias))). x: [tokens,
+    n]; bias, rate: [n], float32; bound: negative -> [tokens, n], float32."""
+    return torch.exp(bound * torch.sigmoid(rate.exp() * (x.float() + bias)))
+
+
+@declare
 def scan(
     q: Tensor,
     k: Tensor,

@@ -121,6 +121,26 @@ def _time_steps(steps, decay, x, bias, rate, stride, n, least, most, SIZE: tl.co
     tl.store(decay + row * n + column, tl.exp(-speed * length), mask=exists)
 
 
+@triton.jit
+def _bounded_decays(decay, x, bias, rate, stride, n, bound, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    exists = column < n
+    given = tl.load(x + row * stride + column, mask=exists, other=0.0).to(tl.float32)
+    given += tl.load(bias + column, mask=exists, other=0.0)
+    speed = tl.exp(tl.load(rate + column, mask=exists, other=0.0))
+    tl.store(decay + row * n + column, tl.exp(bound * tl.sigmoid(speed * given)), mask=exists)
+
+
+@reference.bounded_decays.implementation("triton", supports=on_gpu)
+def bounded_decays(x: Tensor, bias: Tensor, rate: Tensor, bound: float) -> Tensor:
+    rows, n = x.shape
+    decay = torch.empty(rows, n, dtype=torch.float32, device=x.device)
+    if rows:
+        _bounded_decays[rows, triton.cdiv(n, 128)](decay, x, bias, rate, x.stride(0), n, bound, 128)
+    return decay
+
+
 @reference.time_steps.implementation("triton", supports=on_gpu)
 def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
     rows, n = x.shape

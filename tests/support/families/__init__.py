@@ -11,11 +11,12 @@ from typing import Any
 from support.families.experts import EXPERTS
 from support.families.layer_norm import LAYER_NORM
 from support.families.mixtures import MIXTURES
+from support.families.published import PUBLISHED
 from support.families.recent import RECENT, RECENT_EXPERTS
 from support.families.rms_norm import RMS_NORM
 from support.families.states import STATES
 
-NEW_VARIANTS = {**RMS_NORM, **LAYER_NORM, **EXPERTS, **RECENT, **RECENT_EXPERTS, **MIXTURES, **STATES}
+NEW_VARIANTS = {**RMS_NORM, **LAYER_NORM, **EXPERTS, **RECENT, **RECENT_EXPERTS, **MIXTURES, **STATES, **PUBLISHED}
 
 # Differences of the reference's config, where transformers decides differently from an engine.
 # longrope: an engine uses the long factors for every request if the longest request may exceed the original length.
