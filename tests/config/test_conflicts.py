@@ -222,8 +222,9 @@ def test_only_the_second_feature_may_be_a_models_or_a_places():
 # Files outside quire/config that raise ConfigError, and what for.
 ALLOWED = {
     "a file of the checkpoint, or a value that it bounds": """checkpoints/config_fields.py checkpoints/formats/config.py
-        engine/frontend.py models/description.py models/heads/load.py models/heads/resolve.py models/pooling.py
-        models/stages.py models/transformers_backend/load.py multimodal/processor.py worker/context.py
+        checkpoints/merged_adapter.py engine/frontend.py models/description.py models/heads/load.py
+        models/heads/resolve.py models/pooling.py models/pooling_heads.py models/stages.py
+        models/towers/transformers.py models/transformers_backend/load.py multimodal/processor.py worker/context.py
         worker/assembly/loading.py worker/drafters/load.py worker/runner.py""",
     "a file or an address that cannot be used": """cli/flags.py cluster/addresses.py cluster/head.py cluster/secret.py
         engine/cores.py engine/kv_events.py server/access_log.py server/listening.py server/response_store.py
