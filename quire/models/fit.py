@@ -8,11 +8,12 @@ import torch
 
 from quire.checkpoints.errors import WeightError
 from quire.checkpoints.formats.config import quantization_method
+from quire.checkpoints.presented import presented
 from quire.checkpoints.weights import Checkpoint, check_shape
 from quire.layers.build import Builder, Outline, WeightSlot
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
-from quire.models.load import ignored_tensors, presented
+from quire.models.load import ignored_tensors
 from quire.models.pooler import Pooler
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import Communicator

@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 
-from quire.checkpoints import merged_adapter, nomic
-from quire.checkpoints.bitsandbytes import BitsAndBytesCheckpoint
+from quire.checkpoints import merged_adapter
 from quire.checkpoints.formats.at_load import quantizer_of
 from quire.checkpoints.formats.config import check_format, extra_tensors, quantization_kind, quantization_method
 from quire.checkpoints.gguf import read_gguf
 from quire.checkpoints.gguf_checkpoint import GgufCheckpoint
 from quire.checkpoints.gguf_models import gguf_tensors
-from quire.checkpoints.mxfp4 import Mxfp4Checkpoint
-from quire.checkpoints.normed_head import NormedHeadCheckpoint
 from quire.checkpoints.packed.cache import WeightCache, open_cache
-from quire.checkpoints.rwkv import PACKED, RwkvCheckpoint
+from quire.checkpoints.presented import presented
 from quire.checkpoints.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.config.engine import ConfigError, EngineConfig
 from quire.config.experts import FIXED
@@ -90,27 +87,6 @@ def _with_exchange(
     elif backend == "deepep_high_throughput":
         buffer = open_buffer(group, dtype, device, spec.hidden_size)
     return replace(ranks, backend=backend, buffer=buffer, capacity=capacity)
-
-
-def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint converted to the form that the schemes read, if necessary."""
-    if any(name.endswith("_blocks") for name in checkpoint.names):
-        return Mxfp4Checkpoint(checkpoint)
-    if config.get("norm_head"):
-        return NormedHeadCheckpoint(checkpoint)
-    if any(name.endswith(PACKED) for name in checkpoint.names):
-        return RwkvCheckpoint(checkpoint)
-    if any(name.endswith(merged_adapter.ORIGINAL) for name in checkpoint.names):
-        return merged_adapter.with_parametrization(checkpoint, config)
-    if config.get("num_experts") and any(name.endswith(nomic.ROWS) for name in checkpoint.names):
-        return nomic.with_experts(checkpoint, config)
-    if quantization_kind(config) == "bitsandbytes":
-        return BitsAndBytesCheckpoint(checkpoint)
-    if quantization_kind(config) == "torchao":
-        from quire.checkpoints.formats.torchao import TorchaoCheckpoint
-
-        return TorchaoCheckpoint(checkpoint)
-    return checkpoint
 
 
 @dataclass(frozen=True)

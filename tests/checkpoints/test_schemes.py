@@ -14,11 +14,11 @@ from torch import Tensor
 from quire.checkpoints.errors import WeightError
 from quire.checkpoints.formats.config import extra_tensors, quantization_method
 from quire.checkpoints.formats.scheme import QuantizedWeight
+from quire.checkpoints.presented import presented
 from quire.checkpoints.weights import SafetensorsCheckpoint, load_weights
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, make_weight
 from quire.layers.specs import OutputPart
-from quire.models.load import presented
 from quire.ops import Kernels, Target
 from support.quantized import FORMATS, FURTHER, Format, float8, metadata_of, packed
 

@@ -541,6 +541,9 @@ def test_every_op_has_cases():
         "scan",
         "selective_scan",
         "gated_norm",
+        "round_rows",
+        "add_rms_norm_rounded",
+        "silu_and_mul_rounded",
     }
     assert {*CASES, *elsewhere} == set(OPS)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.formats.config import quantization_kind, quantization_method
+from quire.checkpoints.presented import presented
 from quire.checkpoints.weights import Checkpoint, open_checkpoint
 from quire.layers.build import WeightSlot
 from quire.layers.linear import DenseWeight, LinearMethod
-from quire.models.load import presented
 from quire.models.spec import HfConfig
 
 
