@@ -19,6 +19,7 @@ from support.checkpoints import ALL_VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of
 from support.families.experts import EXPERTS as FIRST_EXPERTS
 from support.families.mixtures import MIXTURES
+from support.families.published import PUBLISHED
 from support.families.recent import RECENT_EXPERTS
 from support.families.rms_norm import RMS_NORM
 from support.families.states import STATES
@@ -28,8 +29,8 @@ from support.ways import FIRST
 
 pytestmark = pytest.mark.texts
 
-COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
-OTHER_FAMILIES = {name: v for name, v in {**RMS_NORM, **STATES}.items() if COUNTS & v[1].keys()}
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+OTHER_FAMILIES = {name: v for name, v in {**RMS_NORM, **STATES, **PUBLISHED}.items() if COUNTS & v[1].keys()}
 EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **MIXTURES, **OTHER_FAMILIES}
 FIRST_WITH_EXPERTS = [variant for variant in FIRST if variant in EXPERTS]
 FIRST_WITH_EXPERTS += ["gemma4-experts", "granitemoehybrid-experts", "nemotron_h-experts"]

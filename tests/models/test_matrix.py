@@ -27,7 +27,7 @@ from support.reference import LENGTHS, Continuation
 from support.staged_ranks import StagedExecutor
 from support.ways import FIRST, WAYS, check
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WITH_EXPERTS = {
     *EXPERTS,
     *RECENT_EXPERTS,
@@ -46,7 +46,7 @@ RANKS: dict[str, dict[str, int | bool]] = {
 }
 CONTEXTS = "contexts"
 # All layers read the values of the first, or embeddings of the token ids.
-UNDIVIDED = ("rwkv7", "gemma4", "gemma4-other-layers", "gemma3n", "gemma3n-other-sizes")
+UNDIVIDED = ("rwkv7", "rwkv7-other-widths", "gemma4", "gemma4-other-layers", "gemma3n", "gemma3n-other-sizes")
 NAMES = [*(way.__name__ for way in WAYS), *RANKS, CONTEXTS]
 BY_NAME = {way.__name__: way for way in WAYS}
 
