@@ -55,7 +55,7 @@ class HyperConnection:
 
     def add(self, x: Tensor, out: Tensor, weights: Tensor) -> Tensor:
         """x: the streams, [tokens, streams * hidden]; out: the branch's result, [tokens, hidden] -> the streams"""
-        streams = x.view(len(x), self.spec.streams, -1).float()
+        streams = x.view(len(x), self.spec.streams, out.shape[1]).float()
         return (streams + weights[..., None] * out.float()[:, None]).to(x.dtype).flatten(1)
 
 

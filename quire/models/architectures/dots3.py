@@ -33,18 +33,19 @@ def dots3_note(config: HfConfig) -> DecoderSpec:
     with a window, and those of transformers a table by layer."""
     config = {**_DEFAULTS, **(config.get("text_config") or config)}
     layers = config["num_hidden_layers"]
-    table = {int(layer): own for layer, own in (config.get("per_layer_config") or {}).items()}
+    listed = config.get("per_layer_config")
+    table = {int(layer): own for layer, own in (listed or {}).items()}
     kinds = config.get("layer_types")
     if not kinds:
         kinds = ["full_attention" if i < 2 or i % 4 == 1 else "sliding_attention" for i in range(layers)]
-    if config.get("use_dsa", not table):
+    if config.get("use_dsa", listed is None):
         kinds = ["indexed_attention" if kind == "full_attention" else kind for kind in kinds]
     sliding = {name: config.get(f"swa_{name}", default) for name, default in _SLIDING.items()}
 
     def fields(layer: int) -> dict[str, Any]:
         if kinds[layer] != "sliding_attention":
             return config
-        return {**config, **table.get(layer, sliding)}
+        return {**config, **(sliding if listed is None else table.get(layer, {}))}
 
     return decoder_spec(
         config,

@@ -215,7 +215,10 @@ def _processor(directory: str, config: dict[str, Any]) -> Any:
     if kind is None or not issubclass(kind, ProcessorMixin):
         raise ValueError(f"transformers has no processor {name or 'for ' + str(config.get('model_type'))}")
     settings, rest = kind.get_processor_dict(directory, local_files_only=True)
-    parts = [_part(attribute, directory) for attribute in kind.get_attributes()]
+    try:
+        parts = [_part(attribute, directory) for attribute in kind.get_attributes()]
+    except OSError as error:
+        raise ValueError(f"transformers cannot load a part of {kind.__name__}: {error_text(error)}") from error
     lenient: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: None})
     return lenient.from_args_and_dict(parts, settings, **rest)
 

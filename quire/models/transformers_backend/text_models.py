@@ -30,6 +30,8 @@ _SAME: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     ),
     "qwen2_5_omni_text": ("Qwen2ForCausalLM", lambda text: {}),
 }
+# Models in which tokens of a prompt also see those behind them, by their type.
+_TWO_WAY = {"paligemma"}
 _NAMES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 
 
@@ -66,6 +68,8 @@ def text_model(config: dict[str, Any]) -> dict[str, Any] | None:
     no such model that sees or hears, or no text model of this kind. Raises ValueError."""
     if class_of(config) is None:
         return None
+    if config["model_type"] in _TWO_WAY:
+        raise ValueError("the tokens of its prompts also see those behind them")
     settings = settings_of(config)
     text = settings.get_text_config(decoder=True)
     if text is settings or settings.is_encoder_decoder:
