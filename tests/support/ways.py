@@ -56,7 +56,7 @@ def in_a_tiny_pool(make: MakeLLM, depth: int, **options: int) -> LLM:
     """An engine with few more blocks than one request of full length needs: of states, these are few."""
     needed = 200
     for blocks in (needed, None):
-        llm = make(num_gpu_blocks_override=blocks or needed + min(needed, 12), **options)
+        llm = make(num_gpu_blocks_override=blocks or needed + min(needed // 2, 12), **options)
         if depth > 1:
             run_late(llm, depth)
         needed = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
