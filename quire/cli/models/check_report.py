@@ -44,7 +44,7 @@ def _implementation(check: Check) -> str:
     if check.implementation is None:
         return "no"
     if check.implementation == "transformers":
-        return "through transformers' code (--model-impl auto), which is slower than native layers"
+        return "slowly, through transformers' code (--model-impl auto), if its layers pass the test at the start"
     return "natively" if check.facts.architecture else f"with a model: it is {check.facts.purpose}"
 
 
