@@ -112,7 +112,8 @@ def _find(model: _Name, revision: _Name, download_dir: _Name, token: _Name, weig
             found = fetch(*_gguf_patterns(kind))
             return found / gguf_files(_names_in(found), kind)[0]
         found = fetch([*_PATTERNS, *_TENSORS] if weights else _PATTERNS)
-        if weights and b"JinaEmbeddingsV5Model" in read_bytes(found / "config.json", MIB):
+        config = found / "config.json"
+        if weights and config.exists() and b"JinaEmbeddingsV5Model" in read_bytes(config, MIB):
             fetch(["adapters/*"], [])
         if weights and not any(found.glob("*.safetensors")):
             fetch(_OLDER_TENSORS)  # only if the repository has no safetensors

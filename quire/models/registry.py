@@ -3,11 +3,13 @@
 import difflib
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from quire.checkpoints.config_fields import checked, read
 from quire.models.spec import Architecture, DecoderSpec, HfConfig, bidirectional
@@ -65,9 +67,17 @@ def runs_through_transformers(config: HfConfig) -> bool:
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if not names or any(_listed(name) is not None for name in names) or find_spec("transformers") is None:
         return False
+    return bool(_asked("is_text_model", {**config, "architectures": names})) and _with_encoder(config) is None
+
+
+def _asked(function: str, config: HfConfig) -> Any:
+    """Return a function's answer from transformers' code; None if no process can be started for it. Raises
+    ValueError."""
     from quire.multimodal.through_transformers import call
 
-    return bool(call("text_models:is_text_model", {**config, "architectures": names})) and _with_encoder(config) is None
+    with suppress(OSError):
+        return call(f"text_models:{function}", config)
+    return None
 
 
 # Tensors of encoders, whose names are transformers' concern: all but those of text models.
@@ -79,9 +89,7 @@ def _with_encoder(config: HfConfig) -> DecoderSpec | None:
     transformers' code; None for other models. Raises ValueError."""
     if not any(isinstance(value, dict) for value in config.values()) or find_spec("transformers") is None:
         return None
-    from quire.multimodal.through_transformers import call
-
-    text = call("text_models:text_model", dict(config))
+    text = _asked("text_model", dict(config))
     architecture = None if text is None else _architecture(text["architectures"][0])
     if text is None or architecture is None:
         return None

@@ -107,7 +107,8 @@ def test_graphs_have_their_memory_before_the_kv_cache_and_fewer_are_captured_if_
         from quire.cli.simulated_memory import SimulatedMemory
         MIB = 2**20
         device.memory = memory = SimulatedMemory(1130 * MIB, context=64 * MIB, graph=20 * MIB)
-        llm = LLM(device="cuda", max_num_seqs=64, max_model_len=1024, load_format="dummy", require_cuda_graphs=True)
+        llm = LLM(device="cuda", max_num_seqs=64, max_model_len=1024, load_format="dummy", require_cuda_graphs=True,
+                  batch_invariant=True)  # simulated graphs keep tensors, also the parts of divided attention
         forward = llm.core.executor.runner.forward
         every = forward.num_graphs
         cached = llm.core.executor.kv_cache.num_blocks
@@ -128,7 +129,7 @@ def test_graphs_have_their_memory_before_the_kv_cache_and_fewer_are_captured_if_
     every, cached, left, gone, none, sizes, reason = json.loads(printed.splitlines()[-1])
     assert every > 15
     assert 1000 < cached < 4097, "all requests together could use 4097 blocks"
-    assert 113 + 200 < left < 113 + 300, "a tenth of the memory and the reserve are not used"
+    assert 113 + 200 < left < 113 + 320, "a tenth of the memory and the reserve are not used"
     assert gone == none == 0
     assert sizes["1"][0] == 1
     assert 1 < sum(map(len, sizes.values())) < every

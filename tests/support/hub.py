@@ -163,7 +163,8 @@ class Machine:
     def says(self, line: str, **environment: str) -> str:
         """The output of a command that succeeds and writes nothing else."""
         done = self.run(line, **environment)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", done.stderr
         return done.stdout
 
     def fails(self, line: str, **environment: str) -> str:

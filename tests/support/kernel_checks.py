@@ -123,7 +123,7 @@ def _check_ops(dtype: torch.dtype) -> None:
 
 
 def _check_states(dtype: torch.dtype) -> None:
-    names = ("causal_conv", "time_steps", "scan", "selective_scan", "gated_norm")
+    names = ("causal_conv", "time_steps", "bounded_decays", "scan", "selective_scan", "gated_norm")
     ours = SimpleNamespace(**{name: implementation(name) for name in names})
     for shape in SHAPES.values():
         made, wanted = (Texts(shape, [1, 9, 20], 3, dtype).whole(chosen) for chosen in (ours, kernels(dtype, True)))
