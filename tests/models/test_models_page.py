@@ -256,7 +256,7 @@ def table(checkpoints, recorded: Callable[[str], str]) -> str:
 @pytest.mark.slow
 def test_the_page_says_what_the_tests_compare(checkpoints, request: pytest.FixtureRequest):
     """All columns but one, which takes an engine for each family: the next test."""
-    cells = re.findall(r"\| ([^|]*) \| `pytest -m \"family\(name='(\w+)'\)\"` \|", PAGE.read_text())
+    cells = re.findall(r"\| ([^|]*) \| `pytest -m \"family\(name='([\w-]+)'\)\"` \|", PAGE.read_text())
     on_page = {family: cell for cell, family in cells}
     check(checkpoints, request, lambda family: on_page.get(family, "unknown"))
 

@@ -12,6 +12,7 @@ import resource
 import signal
 import struct
 import sys
+import tempfile
 
 from quire.platform.untrusted.limits import Limits
 
@@ -87,6 +88,9 @@ def confine(limits: Limits) -> None:
     _limit(resource.RLIMIT_STACK, _STACK)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, 0)
+    tempfile.tempdir = (
+        "/"  # its search for a folder that it can write to would fail, also where only the name is needed
+    )
     _deny_system_calls()
     # RLIMIT_CPU counts whole seconds, and still limits a job that replaces SIGPROF's default action.
     _limit(resource.RLIMIT_CPU, int(limits.cpu_seconds) + 2)
