@@ -131,3 +131,7 @@ def _check_states(dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b, rtol=2e-5 if dtype is torch.float32 else 2e-2, atol=1e-5)
     for options in ((True, "silu"), (False, "sigmoid")):
         check_gated_norm(ours, dtype, options, 12, 2e-2)
+    x = (torch.randn(9, 40) * 4).to(dtype)[:, :37]
+    bias, rate = torch.randn(37), torch.randn(37)
+    decays = [chosen.bounded_decays(x, bias, rate, -5.0) for chosen in (ours, kernels(dtype, True))]
+    torch.testing.assert_close(*decays)
