@@ -46,7 +46,7 @@ struct Scratch {
   float *merged, *merged_maximum, *merged_sum;  // for the splits completed so far
   f32x16* sums;
 #ifdef QUIRE_TILES
-  Tiles* tiles;  // null if they are not used
+  Tiles* tiles = nullptr;  // of the present call; null if they are not used
 #endif
 
   // expands: whether tiles are converted to another layout or type.

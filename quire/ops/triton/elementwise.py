@@ -20,6 +20,18 @@ def norm_of(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constex
 
 
 @triton.jit
+def norm_of_sum(x, residual, weight, columns, dim, eps, WIDE_WEIGHT: tl.constexpr):
+    """Add a row of x to the same row of residual, and return the sum's norm. x, residual: the rows' first elements."""
+    inside = columns < dim
+    values = tl.load(x + columns, mask=inside, other=0.0)
+    stream = tl.load(residual + columns, mask=inside, other=0.0)
+    total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
+    tl.store(residual + columns, total, mask=inside)
+    factors = tl.load(weight + columns, mask=inside, other=0.0)
+    return norm_of(total.to(tl.float32), factors, dim, eps, total.dtype, WIDE_WEIGHT)
+
+
+@triton.jit
 def _rms_norm(
     x, weight, out, inner, outer_stride, inner_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -64,14 +76,9 @@ def _add_rms_norm(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    stream = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-    total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
-    tl.store(residual + row * residual_stride + columns, total, mask=inside)
-    scales = tl.load(weight + columns, mask=inside, other=0.0)
-    normed = norm_of(total.to(tl.float32), scales, dim, eps, total.dtype, WIDE_WEIGHT)
-    tl.store(x + row * x_stride + columns, normed, mask=inside)
+    x += row * x_stride
+    normed = norm_of_sum(x, residual + row * residual_stride, weight, columns, dim, eps, WIDE_WEIGHT)
+    tl.store(x + columns, normed, mask=columns < dim)
 
 
 @reference.add_rms_norm.implementation("triton", supports=on_gpu)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.ops.reference import quantized as reference
 from quire.ops.reference.quantized import RoundedRows
-from quire.ops.triton.elementwise import gated, norm_of, warps_of
+from quire.ops.triton.elementwise import gated, norm_of_sum, warps_of
 from quire.ops.triton.float8 import converts_float8, to_float8
 from quire.ops.triton.targets import on_gpu
 
@@ -54,13 +54,7 @@ def _add_rms_norm_rounded(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    stream = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-    total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
-    tl.store(residual + row * residual_stride + columns, total, mask=inside)
-    factors = tl.load(weight + columns, mask=inside, other=0.0)
-    normed = norm_of(total.to(tl.float32), factors, dim, eps, total.dtype, WIDE_WEIGHT)
+    normed = norm_of_sum(x + row * x_stride, residual + row * residual_stride, weight, columns, dim, eps, WIDE_WEIGHT)
     _store(normed.to(tl.float32), codes, scales, row, columns, dim, FLOAT8, NATIVE)
 
 
