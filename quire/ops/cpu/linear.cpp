@@ -30,6 +30,7 @@ struct Dense {
   struct Blocking {
     static constexpr int COLUMNS = IN_BLOCKS ? MAX_COLUMNS : PANEL_LINES;
     static constexpr bool FETCHES = false, BY_LINE = true;
+    static constexpr int TOGETHER = IN_BLOCKS ? 0 : 1024;
     static int64_t chunk(int pieces) { return pieces < UNPACKS_FROM ? CHUNK_BYTES : UNPACKED_BYTES / LINES; }
   };
   static constexpr int columns(int rows) { return rows == 1 ? PANEL_LINES : rows <= 3 ? 2 : 1; }

@@ -24,6 +24,7 @@ struct PairVisits {
   struct Blocking {
     static constexpr int COLUMNS = 4;
     static constexpr bool FETCHES = true, BY_LINE = false;
+    static constexpr int TOGETHER = 0;
     // For many rows, unpacking doubles the bytes of a part, which should stay in or near the L1 cache.
     static int64_t chunk(int pieces) { return pieces > 1 ? 1 << 14 : 1 << 15; }
   };
