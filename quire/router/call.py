@@ -18,6 +18,7 @@ MAX_PIECES = 4096  # per request: an equal prefix of 1 MiB is enough
 _HEAD = ("model", "cache_salt", "tools", "system", "instructions")
 _TEXT = ("messages", "prompt", "input")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NAME = msgspec.json.Decoder(str)
 
 
 class Call:
@@ -34,6 +35,7 @@ class Call:
         self.request_id = request_id
         self.session: bytes | None = None
         self.span: ServerSpan | None = None  # the request's span, if tracing is enabled
+        self.model: str | None = None  # if only servers with this model can answer
         self.tokens: list[int] = []  # the prompt's tokens, if the policy needs them
 
     @cached_property
@@ -45,6 +47,18 @@ class Call:
             return _FIELDS.decode(self.body)
         except (msgspec.DecodeError, RecursionError):
             return {}
+
+    @property
+    def requested_model(self) -> str | None:
+        """The field `model` of the body, if it is a string."""
+        try:
+            return _NAME.decode(self.fields["model"]) if "model" in self.fields else None
+        except msgspec.DecodeError:
+            return None
+
+    def replace_body(self, body: bytes) -> None:
+        self.drop_body()
+        self.body = body
 
     def drop_body(self) -> None:
         self.body = b""

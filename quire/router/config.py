@@ -43,7 +43,8 @@ class RouteConfig:
     session. max_connections: limit per server. prefill: servers that only compute prompts, in the format of
     PrefillServer.read. prefill_min_bytes: the smallest body whose prompt they compute. kv_events: for each backend, the
     ZeroMQ addresses of its KV events, separated by commas. kv_events_replay: the replay addresses of these streams, in
-    the same format. Times are in seconds.
+    the same format. rules: a file of rules for a semantic router. by_model: the servers have different models, and a
+    request goes to those that list its model; implied by rules. Times are in seconds.
     """
 
     backend: tuple[str, ...]
@@ -54,6 +55,8 @@ class RouteConfig:
     kv_events_replay: tuple[str, ...] = ()
     session_header: str | None = None
     session_field: str | None = None
+    rules: str | None = None
+    by_model: bool = False
     max_retries: int = 1
     max_connections: int = 1024
     connect_timeout: float = 5.0
@@ -67,18 +70,15 @@ class RouteConfig:
         for name in ("connect_timeout", "health_check_interval", "health_check_timeout"):
             check_seconds(name, getattr(self, name))
         object.__setattr__(self, "backend", tuple(_base_url("backend", url) for url in self.backend))
+        object.__setattr__(self, "by_model", self.by_model or self.rules is not None)
         object.__setattr__(self, "prefill", tuple(self.prefill))
         object.__setattr__(self, "kv_events", tuple(self.kv_events))
         object.__setattr__(self, "kv_events_replay", tuple(self.kv_events_replay))
         if (self.policy == "cached") != bool(self.kv_events) or len(self.kv_events) not in (0, len(self.backend)):
             raise ConfigError("policy=cached needs kv_events, with an address for each backend, in their order")
-        streams, replays = ([text.count(",") for text in texts] for texts in (self.kv_events, self.kv_events_replay))
-        if replays and replays != streams:
-            raise ConfigError("kv_events_replay needs an address for each one of kv_events, in their order")
-        for name in ("kv_events", "kv_events_replay"):
-            for endpoint in ",".join(getattr(self, name)).split(",") if getattr(self, name) else ():
-                if not is_endpoint(endpoint):
-                    raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+        self._check_streams()
+        if self.prefill and self.by_model:
+            raise ConfigError("prefill servers compute the prompts of one model, so they exclude by_model and rules")
         if not self.backend:
             raise ConfigError("backend must name at least one server, such as http://127.0.0.1:8001")
         urls = [*self.backend, *(server.url for server in self.prefill_servers)]
@@ -86,6 +86,16 @@ class RouteConfig:
             if url in urls[:number]:
                 names = "backend names" if number < len(self.backend) else "prefill and backend name"
                 raise ConfigError(f"{names} a server twice: {url}")
+
+    def _check_streams(self) -> None:
+        """Check the addresses of KV events."""
+        streams, replays = ([text.count(",") for text in texts] for texts in (self.kv_events, self.kv_events_replay))
+        if replays and replays != streams:
+            raise ConfigError("kv_events_replay needs an address for each one of kv_events, in their order")
+        for name in ("kv_events", "kv_events_replay"):
+            for endpoint in ",".join(getattr(self, name)).split(",") if getattr(self, name) else ():
+                if not is_endpoint(endpoint):
+                    raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
 
     @property
     def streams(self) -> list[tuple[int, str, str | None]]:

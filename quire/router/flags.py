@@ -18,8 +18,9 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         nargs="+",
         action="extend",
-        required=True,
-        help="URL of a server, such as http://127.0.0.1:8001; may be repeated. All serve the same model",
+        default=[],
+        help="URL of a server, such as http://127.0.0.1:8001; may be repeated. All serve the same model, except with "
+        "--by-model",
     )
     _add(servers, "max_connections", int, "maximum number of requests at one server; further ones get status 503")
     _add(servers, "connect_timeout", float, "seconds to wait for a connection to a server")
@@ -78,6 +79,18 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         "header that names a session, such as X-Session-ID: its requests go to the same server, whatever the policy",
     )
     _add(choice, "session_field", str, "field of the body that names a session, such as user, without that header")
+    models = parser.add_argument_group("Several models")
+    models.add_argument(
+        "--by-model",
+        action="store_true",
+        help="the servers have different models: a request goes to those whose /v1/models lists its model",
+    )
+    models.add_argument(
+        "--rules",
+        metavar="FILE",
+        help="TOML file with rules that choose a model and its settings by what a request says, for requests whose "
+        'model is "auto"; implies --by-model',
+    )
     health = parser.add_argument_group("Health checks")
     _add(health, "health_check_interval", float, "seconds between two checks of a server")
     _add(health, "health_check_timeout", float, "seconds after which a check has failed")

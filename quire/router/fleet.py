@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from quire.engine.router import Router
 from quire.observability.logging import logger
@@ -21,7 +21,7 @@ class Backend:
 
     unanswered: the visits whose response has not started. answering: the number of responses in progress. elsewhere:
     the number of its requests that did not come from this proxy, as reported by the server. sent: requests sent since
-    it joined.
+    it joined. models: the entries of its /v1/models by id; empty if they are not asked for.
     """
 
     def __init__(self, number: int, url: str, metrics: BackendMetrics) -> None:
@@ -31,6 +31,7 @@ class Backend:
         self.healthy = False
         self.unanswered: set[Visit] = set()
         self.answering = self.elsewhere = self.sent = 0
+        self.models: dict[str, Any] = {}
         self.recheck = asyncio.Event()  # triggers a health check at once
         metrics.in_flight.set_function(lambda: self.in_flight)
 
@@ -101,13 +102,18 @@ class Fleet:
     def healthy(self) -> list[Backend]:
         return [backend for backend in self.backends if backend.healthy]
 
-    def others(self, avoided: Collection[Backend]) -> list[Backend]:
-        """Return the healthy servers with a free connection, except `avoided`."""
-        return [b for b in self.healthy if b.in_flight < self._max_connections and b not in avoided]
+    def with_model(self, model: str | None) -> list[Backend]:
+        """Return the healthy servers that have a model. None stands for any."""
+        return [backend for backend in self.healthy if model is None or model in backend.models]
+
+    def others(self, call: Call, avoided: Collection[Backend]) -> list[Backend]:
+        """Return the healthy servers with the request's model and a free connection, except `avoided`."""
+        able = self.with_model(call.model)
+        return [b for b in able if b.in_flight < self._max_connections and b not in avoided]
 
     def choose(self, call: Call, avoided: Collection[Backend]) -> Backend | None:
         """Return the server for a request, or None. An avoided server is chosen only if there is no other."""
-        ready = self.others(avoided) or self.others(())
+        ready = self.others(call, avoided) or self.others(call, ())
         if not ready:
             return None
         wanted = None

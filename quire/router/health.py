@@ -8,6 +8,7 @@ import time
 import aiohttp
 
 from quire.messages.errors import error_text
+from quire.observability.logging import logger
 from quire.router.config import RouteConfig
 from quire.router.fleet import Backend, Fleet
 
@@ -52,8 +53,10 @@ class HealthChecks:
         reason, silent = await self._failure(backend)
         if reason is None:
             self._failures[backend] = 0
-            self._fleet.join(backend)
             await self._ask_load(backend)
+            if self._config.by_model:
+                await self._ask_models(backend)
+            self._fleet.join(backend)
             return
         if silent and time.monotonic() - began > self._config.health_check_timeout + _LATE_SECONDS:
             return  # not caused by the server
@@ -81,6 +84,16 @@ class HealthChecks:
             return f"/health does not answer within {self._config.health_check_timeout:g} s", True
         except (aiohttp.ClientError, OSError) as error:
             return error_text(error), False
+
+    async def _ask_models(self, backend: Backend) -> None:
+        """Query which models a server has. If this fails, the previous answer stays valid."""
+        try:
+            url = f"{backend.url}/v1/models"
+            async with self._client.get(url, headers=self._headers, timeout=self._timeout) as response:
+                answer = json.loads(await response.read())
+            backend.models = {str(entry["id"]): entry for entry in answer["data"]}
+        except (ValueError, TypeError, KeyError, aiohttp.ClientError, OSError) as error:
+            logger.warning("%s/v1/models does not list its models: %s", backend.url, error_text(error))
 
     async def _ask_load(self, backend: Backend) -> None:
         """Query how many of a server's requests did not come from this proxy. Servers without this endpoint are not

@@ -41,6 +41,21 @@ class RouteMetrics:
         self.disconnects = Counter(
             "quire_route_client_disconnects", "Clients that left before the end of the answer", registry=registry
         )
+        self.decisions = Counter(
+            "quire_route_decisions",
+            "Decisions of the semantic router, by the rule and the model",
+            ["rule", "model"],
+            registry=registry,
+        )
+        self.decision_seconds = Histogram(
+            "quire_route_decision_seconds",
+            "Time of the semantic router's decisions",
+            buckets=(0.001, 0.002, 0.005, *_SECONDS[1:9]),
+            registry=registry,
+        )
+        self.cache_hits = Counter(
+            "quire_route_semantic_cache_hits", "Answers from the semantic cache", registry=registry
+        )
 
     def of_backend(self, kind: str, url: str) -> "BackendMetrics":
         return BackendMetrics(self, kind, url)

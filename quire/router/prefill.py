@@ -131,7 +131,7 @@ class Prefill:
 
     def _choose(self) -> Backend | None:
         fleet = self._prefills.fleet
-        if not self._attempts_left or not fleet.others(self._failed):
+        if not self._attempts_left or not fleet.others(self._call, self._failed):
             return None
         return fleet.choose(self._call, self._failed)
 

@@ -5,9 +5,11 @@ import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 
 from quire.messages.errors import error_text
 from quire.observability.logging import logger, printable
@@ -24,6 +26,7 @@ from quire.server.access_log import AccessLog
 from quire.server.tracing import route_of
 
 if TYPE_CHECKING:
+    from quire.router.decisions import Decisions, Recorder
     from quire.router.prefix_index import Tokens
     from quire.server.spans import ServerSpan, Tracing
 
@@ -33,10 +36,21 @@ _SHUTTING_DOWN = RouteError(503, "the proxy is shutting down", "shutting_down")
 _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "internal_error")
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a proxy has only if its options ask for it. prefills: lets prefill servers compute prompts. tokens:
+    tokenizes requests for the policy. access_log: gets a line per request. tracing: creates spans. decisions: the
+    semantic router."""
+
+    prefills: Prefills | None = None
+    tokens: "Tokens | None" = None
+    access_log: AccessLog | None = None
+    tracing: "Tracing | None" = None
+    decisions: "Decisions | None" = None
+
+
 class Proxy:
-    """config: limits for retries. keys: valid API keys; if empty, none is required. prefills: lets prefill servers
-    compute prompts, if there are any. tokens: tokenizes requests, if the policy needs it. access_log: gets a line per
-    request, if enabled. tracing: creates spans, if enabled."""
+    """config: limits for retries. keys: valid API keys; if empty, none is required."""
 
     def __init__(
         self,
@@ -46,23 +60,19 @@ class Proxy:
         bodies: Bodies,
         fleet: Fleet,
         metrics: RouteMetrics,
-        prefills: Prefills | None = None,
-        tokens: "Tokens | None" = None,
-        access_log: AccessLog | None = None,
-        tracing: "Tracing | None" = None,
+        extras: Extras,
     ) -> None:
         self.config = config
         self.client = client
         self.bodies = bodies
         self.fleet = fleet
         self.metrics = metrics
-        self.prefills = prefills
-        self._tokens = tokens
-        self._access_log = access_log
-        self._tracing = tracing
+        self._extras = extras
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
+        if config.by_model:
+            self._own["/v1/models"] = self._show_models
         self.running: set[asyncio.Task[Any]] = set()
         self.ending = False  # running requests are ended with an error
 
@@ -78,7 +88,11 @@ class Proxy:
         if scope["method"] in ("GET", "HEAD") and (own := self._own.get(scope["path"])):
             await own(send)
             return
-        span = None if self._tracing is None else self._tracing.begin(scope, scope["path"], route_of(scope["path"]))
+        span = (
+            None
+            if self._extras.tracing is None
+            else self._extras.tracing.begin(scope, scope["path"], route_of(scope["path"]))
+        )
         answer = _Answer(send, request_id_of(scope["headers"]), span)
         task = asyncio.current_task()
         assert task is not None
@@ -101,15 +115,15 @@ class Proxy:
             await self._send_error(scope, answer, _INTERNAL_ERROR)
         finally:
             self.running.discard(task)
-            if self._access_log is not None:
-                self._access_log.write(scope, answer.status or 499, answer.sent)  # 499: the client disconnected
+            if (log := self._extras.access_log) is not None:
+                log.write(scope, answer.status or 499, answer.sent)  # 499: the client disconnected
             answer.end_span()
 
     # ---- a request
 
     async def _answer(self, scope: Any, receive: Receive, answer: "_Answer") -> None:
         headers = scope["headers"]
-        self._check_key(scope)
+        api_key = self._check_key(scope)
         held = HeldBody(self.bodies)
         try:
             body = await held.read(receive, header(headers, b"content-length"))
@@ -118,23 +132,45 @@ class Proxy:
             call.span = answer.span
             watch = asyncio.create_task(answer.watch(receive, asyncio.current_task()))
             try:
+                if await self._is_decided(call, api_key, answer):
+                    return
+                if self.config.by_model:
+                    call.model = call.requested_model
                 await self._send_until_answered(call, held, answer)
             finally:
                 watch.cancel()
         finally:
             held.release()
 
-    def _check_key(self, scope: Any) -> None:
-        """Raises RouteError without a valid key. OPTIONS, which browsers send before a request, needs none."""
-        if not self._keys or scope["method"] == "OPTIONS":
-            return
+    async def _is_decided(self, call: Call, api_key: bytes, answer: "_Answer") -> bool:
+        """Let the semantic router change a request. Returns whether it was answered from the cache."""
+        decisions = self._extras.decisions
+        decision = None if decisions is None else await decisions.decide(call, api_key)
+        if decisions is None or decision is None:
+            return False
+        answer.headers.append((b"x-quire-route", decision.header.encode()))
+        if decision.hit is not None:
+            stored = decision.hit.answer
+            answer.headers.append((b"content-length", str(len(stored.body)).encode()))
+            await answer.begin(200, to_client(stored.headers, answer.request_id))
+            await answer.end(stored.body)
+            return True
+        answer.recorder = decisions.recorder(decision)
+        return False
+
+    def _check_key(self, scope: Any) -> bytes:
+        """Return the request's API key. Raises RouteError if a key is needed and it is not valid. OPTIONS, which
+        browsers send before a request, needs none."""
         scheme, _, token = (header(scope["headers"], b"authorization") or b"").partition(b" ")
         given = token.strip() if scheme.lower() == b"bearer" else header(scope["headers"], b"x-api-key") or b""
+        if not self._keys or scope["method"] == "OPTIONS":
+            return given
         # All keys are compared, each in constant time, so that timing does not reveal anything about a guess.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not (given and any(matches)):
             message = "a valid API key is needed, in the header Authorization: Bearer KEY or x-api-key: KEY"
             raise RouteError(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+        return given
 
     def _session(self, headers: Any, call: Call) -> bytes | None:
         """Return the session id of a request, or None."""
@@ -153,16 +189,17 @@ class Proxy:
         avoided: set[Backend] = set()
         losses = 0
         may_avoid = True
-        if self._tokens is not None and call.session is None:
-            await self._tokens.find(call)
-        prefill = None if self.prefills is None else self.prefills.of(call)
+        extras = self._extras
+        if extras.tokens is not None and call.session is None:
+            await extras.tokens.find(call)
+        prefill = None if extras.prefills is None else extras.prefills.of(call)
         while True:
             backend = self.fleet.choose(call, avoided)
             if backend is None:
-                raise self._nobody()
+                raise self._nobody(call)
             avoided.add(backend)
             try:
-                can_avoid = may_avoid and bool(self.fleet.others(avoided))
+                can_avoid = may_avoid and bool(self.fleet.others(call, avoided))
                 await self._visit(call, prefill, backend, held, answer, can_avoid)
             except NotTaken as error:
                 if error.reason == "prefill":  # the failure is not this server's
@@ -183,10 +220,13 @@ class Proxy:
             else:
                 return
 
-    def _nobody(self) -> RouteError:
-        if self.fleet.healthy:
+    def _nobody(self, call: Call) -> RouteError:
+        if self.fleet.with_model(call.model):
             return overloaded("all servers have as many requests as they may; try again")
-        return RouteError(503, "no server is healthy", "no_healthy_backend", {"Retry-After": "1"})
+        if self.fleet.healthy and not any(call.model in backend.models for backend in self.fleet.backends):
+            return RouteError(404, f"The model `{call.model}` does not exist.", "model_not_found")
+        which = "no server" if call.model is None else f"no server with the model `{call.model}`"
+        return RouteError(503, f"{which} is healthy", "no_healthy_backend", {"Retry-After": "1"})
 
     async def _visit(
         self, call: Call, prefill: Prefill | None, backend: Backend, held: HeldBody, answer: "_Answer", may_avoid: bool
@@ -229,6 +269,8 @@ class Proxy:
         except (aiohttp.ClientError, OSError) as error:
             raise RouteError(502, f"{response.url.origin()}: {error_text(error)}", "backend_lost") from error
         await answer.end(chunk)
+        if answer.recorder is not None:
+            answer.recorder.end()
 
     # ---- responses of the proxy itself
 
@@ -249,6 +291,14 @@ class Proxy:
     async def _show_health(self, send: Send) -> None:
         status = 200 if self.fleet.healthy else 503
         await _Answer(send, b"").send_whole(status, b"", b"text/plain")
+
+    async def _show_models(self, send: Send) -> None:
+        """List the models of all healthy servers, and the names to which the semantic router's rules apply."""
+        models = {name: entry for backend in self.fleet.healthy for name, entry in backend.models.items()}
+        if (decisions := self._extras.decisions) is not None:
+            models |= {name: {"id": name, "object": "model", "owned_by": "quire"} for name in decisions.names}
+        body = msgspec.json.encode({"object": "list", "data": list(models.values())})
+        await _Answer(send, b"").send_whole(200, body, b"application/json")
 
     async def _show_metrics(self, send: Send) -> None:
         text = self.metrics.render()
@@ -276,6 +326,8 @@ class _Answer:
         self.error: RouteError | None = None
         self.name = request_id.decode("ascii")
         self.status = self.sent = 0
+        self.headers: list[tuple[bytes, bytes]] = []  # added to those of the response
+        self.recorder: Recorder | None = None  # if the response is stored in the semantic cache
         self.ended = self.client_left = False
 
     def fields(self, **fields: Any) -> dict[str, Any]:
@@ -292,16 +344,23 @@ class _Answer:
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
+        if self.recorder is not None:
+            self.recorder.begin(status, headers)
+        headers = [*headers, *self.headers]
         if self.span is not None:
             name, value = self.span.response_header
             headers = [*(pair for pair in headers if pair[0] != name), (name, value)]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, chunk: bytes) -> None:
+        if self.recorder is not None:
+            self.recorder.add(chunk)
         self.sent += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes) -> None:
+        if self.recorder is not None:
+            self.recorder.add(chunk)
         self.ended = True
         self.sent += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})

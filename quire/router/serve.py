@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 from quire.config.engine import ServerConfig
 from quire.observability.logging import logger
@@ -13,7 +14,7 @@ from quire.router.fleet import Fleet
 from quire.router.health import HealthChecks
 from quire.router.metrics import RouteMetrics
 from quire.router.prefill import Prefills
-from quire.router.proxy import Proxy
+from quire.router.proxy import Extras, Proxy
 from quire.server.access_log import AccessLog
 from quire.server.draining import DrainingServer, loop_factory
 from quire.server.listening import listening_socket, raise_descriptor_limit
@@ -43,7 +44,17 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
     prefill_fleet = Fleet(config, metrics, "prefill") if config.prefill else None
     bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes, server_config.body_timeout)
     keys = server_config.api_key
-    async with connect(config) as client:
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connect(config))
+        decisions = None
+        if config.rules is not None:
+            from quire.router.decisions import Decisions
+            from quire.semantic.router import SemanticRouter
+            from quire.semantic.rules import Rules
+
+            semantic = await SemanticRouter.start(Rules.read(Path(config.rules)))
+            stack.push_async_callback(semantic.close)
+            decisions = Decisions(semantic, metrics)
         fleets = [fleet] if prefill_fleet is None else [fleet, prefill_fleet]
         checks = [HealthChecks(config, fleet, client, keys[0] if keys else None) for fleet in fleets]
         await asyncio.gather(*(check.start() for check in checks))
@@ -54,7 +65,8 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         try:
             prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
             tokens = None if cached is None else Tokens(client, fleet)
-            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens, access_log, tracing)
+            extras = Extras(prefills, tokens, access_log, tracing, decisions)
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics, extras)
             await _Server(proxy, server_config).serve(sockets=[listening])
         finally:
             for listener in listeners:

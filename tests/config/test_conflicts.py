@@ -227,7 +227,8 @@ ALLOWED = {
         models/towers/transformers.py models/transformers_backend/load.py multimodal/processor.py worker/context.py
         worker/assembly/loading.py worker/drafters/load.py worker/runner.py""",
     "a file or an address that cannot be used": """cli/flags.py cluster/addresses.py cluster/head.py cluster/secret.py
-        engine/cores.py engine/kv_events.py server/access_log.py server/listening.py server/response_store.py
+        engine/cores.py engine/kv_events.py semantic/classifier.py semantic/router.py semantic/rules.py
+        semantic/training.py server/access_log.py server/listening.py server/response_store.py
         transfer/link.py transfer/ranks.py worker/tiers.py""",
     "memory or devices that do not suffice": """engine/devices.py executor/ray_cluster.py scheduler/compression.py
         worker/device.py worker/memory.py""",

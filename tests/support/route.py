@@ -54,7 +54,8 @@ class Received:
 class SimulatedGpu(ThreadingHTTPServer):
     """A server that is healthy, and answers every request with its name until it is told otherwise.
 
-    received: the requests, without those for /health and /load. reply: answers one. responds: is cleared while even
+    models: the names that /v1/models lists, if any. received: the requests, without those for /health, /load and this
+    list. reply: answers one. responds: is cleared while even
     /health is not answered.
     """
 
@@ -64,6 +65,7 @@ class SimulatedGpu(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.received: list[Received] = []
+        self.models: tuple[str, ...] = ()
         self.health, self.load = 200, 0
         self.responds = threading.Event()
         self.responds.set()
@@ -106,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(b"", self.server.health)
         elif self.path == "/load":
             self.send(json.dumps({"server_load": self.server.load}).encode())
+        elif self.path == "/v1/models" and self.server.models:
+            entries = [{"id": name, "object": "model"} for name in self.server.models]
+            self.send(json.dumps({"object": "list", "data": entries}).encode())
         else:
             headers = {name.lower(): value for name, value in self.headers.items()}
             self.server.received.append(Received(self.command, self.path, headers, body))
