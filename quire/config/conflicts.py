@@ -184,6 +184,7 @@ _CACHE = (
         "consumers must know which replica has a request",
         "run a server for each replica, and let quire route share out requests",
     ),
+    Conflict(f.INSECURE_TRANSFERS, f.CLUSTER_SECRET, "the secret secures transfers", "leave one of them out"),
     Conflict(f.PRODUCER, f.SPANNING_REPLICA, "consumers look for all ranks at one address, and nnodes divides them"),
     Conflict(f.PRODUCER, f.RAY, "consumers must know where the ranks are, and Ray decides that"),
     Conflict(

@@ -238,7 +238,9 @@ class EngineConfig:
         values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
         groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
-        made.cluster.check_secret(made.layout, exchanges=made.cache.transfer is not None)
+        made.cluster.check_secret(
+            made.layout, exchanges=made.cache.transfer is not None and not made.cache.insecure_transfers
+        )
         return made
 
 

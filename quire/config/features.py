@@ -160,6 +160,8 @@ LAYER_BY_LAYER = _engine("kv_cache_layout='layer_by_layer'", lambda c: c.cache.k
 TRANSFER = _engine("kv_transfer_config", lambda c: c.cache.transfer is not None)
 PRODUCER = _engine("kv_transfer_config of a producer", _produces)
 WHOLE_BLOCKS = _engine("kv_transfer_config with NixlConnector or SharedMemoryConnector", _moves_whole_blocks)
+INSECURE_TRANSFERS = _engine("insecure_transfers", lambda c: c.cache.insecure_transfers)
+CLUSTER_SECRET = _engine("cluster_secret_file", lambda c: c.cluster.cluster_secret_file is not None)
 KV_EVENTS = _engine("kv_events_config", lambda c: c.cache.events is not None)
 TIERS = _engine("kv_offloading_size or kv_offloading_path", lambda c: c.cache.has_tiers)
 NO_PREFIX_CACHING = _engine("enable_prefix_caching", lambda c: not c.cache.enable_prefix_caching, Kind.MISSING)

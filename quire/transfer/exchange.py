@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoints.metadata import hf_config
-from quire.cluster.secret import ClusterSecret
+from quire.cluster.secret import NoSecret, transfer_secret
 from quire.config.engine import EngineConfig
 from quire.executor.agreement import weights_digest
 from quire.kv.manager import Holder, KVCacheManager
@@ -122,10 +122,13 @@ def make_connector(
     """Return the connector that the options describe. directory: the model's. tier: see Exchange. Raises
     ConfigError."""
     options = config.cache.transfer
-    name = config.cluster.cluster_secret_file
     assert options is not None
-    assert name is not None
-    secret = ClusterSecret.read(name)
+    secret = transfer_secret(config)
+    if isinstance(secret, NoSecret):
+        logger.warning(
+            "insecure_transfers: every engine in a private network may exchange KV blocks with this one, without "
+            "proving who it is. Use cluster_secret_file if you do not trust everyone there"
+        )
     host = options.kv_ip
     first = options.kv_port + 1
     ports = tuple(range(first, first + config.parallel.ranks))

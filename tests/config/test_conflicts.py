@@ -44,6 +44,8 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.COMPRESSION: {"kv_compression": {"ratio": 2}},
     f.TRANSFER: {"kv_transfer_config": {"kv_role": "kv_consumer"}, "cluster_secret_file": "secret"},
     f.PRODUCER: {"kv_transfer_config": {"kv_role": "kv_producer"}, "cluster_secret_file": "secret"},
+    f.INSECURE_TRANSFERS: {"kv_transfer_config": {"kv_role": "kv_both"}, "insecure_transfers": True},
+    f.CLUSTER_SECRET: {"cluster_secret_file": "secret"},
     f.LAYER_BY_LAYER: {"kv_cache_layout": "layer_by_layer"},
     f.WHOLE_BLOCKS: {
         "kv_transfer_config": {"kv_role": "kv_consumer", "kv_connector": "NixlConnector"},
