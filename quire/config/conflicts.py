@@ -180,9 +180,9 @@ _CACHE = (
     Conflict(f.TRANSFER, f.DRAFTERS, "drafters need entries of their own, which are not exchanged"),
     Conflict(
         f.PRODUCER,
-        f.DATA_PARALLEL,
-        "consumers must know which replica has a request",
-        "run a server for each replica, and let quire route share out requests",
+        f.REPLICAS_ELSEWHERE,
+        "consumers look for all replicas at one address",
+        "run a server on each machine, and let quire route share out requests",
     ),
     Conflict(f.INSECURE_TRANSFERS, f.CLUSTER_SECRET, "the secret secures transfers", "leave one of them out"),
     Conflict(f.PRODUCER, f.SPANNING_REPLICA, "consumers look for all ranks at one address, and nnodes divides them"),

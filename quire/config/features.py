@@ -216,6 +216,7 @@ RAY_RANKS = _engine("distributed_executor_backend='ray'", lambda c: c.cluster.di
 RAY_REPLICAS = _engine("data_parallel_backend='ray'", lambda c: c.cluster.data_parallel_backend == "ray")
 SEVERAL_MACHINES = _engine("nnodes", lambda c: c.cluster.nnodes > 1)
 SPANNING_REPLICA = _engine("nnodes of one replica", _spans_machines)
+REPLICAS_ELSEWHERE = _engine("replicas on other machines", lambda c: c.cluster.headless or len(c.layout.elsewhere) > 0)
 HEADLESS = _engine("headless", lambda c: c.cluster.headless)
 ONE_REPLICA_SERVER = _engine(
     "data_parallel_external_lb or data_parallel_rank",

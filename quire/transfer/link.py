@@ -23,7 +23,7 @@ from quire.cluster.secret import Admission, ClusterSecret
 from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.transfer.core_messages import Beat, BeatBack, Drop, Fetch, Gone, Offer, ToConsumer, ToProducer
+from quire.transfer.core_messages import Beat, BeatBack, Drop, Elsewhere, Fetch, Gone, Offer, ToConsumer, ToProducer
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 5.0  # a producer that has not answered a beat for this long is lost
@@ -54,7 +54,7 @@ class Told:
     """A producer has sent a message."""
 
     address: str
-    message: Offer | Gone
+    message: Offer | Gone | Elsewhere
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Link:
         """Send a beat soon. A Confirmed event follows, or an event for lost fetches or a lost producer."""
         self._outbox.put(b"b" + address.encode(), b"")
 
-    def tell_consumer(self, asker: bytes, message: Offer | Gone) -> None:
+    def tell_consumer(self, asker: bytes, message: Offer | Gone | Elsewhere) -> None:
         self._outbox.put(b"c" + asker, msgspec.msgpack.encode(message))
 
     def close(self) -> None:

@@ -80,6 +80,7 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.RAY_REPLICAS: {"data_parallel_backend": "ray"},
     f.SEVERAL_MACHINES: {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "secret"},
     f.SPANNING_REPLICA: {"nnodes": 4, "tensor_parallel_size": 4, "cluster_secret_file": "secret"},
+    f.REPLICAS_ELSEWHERE: {"data_parallel_size": 2, "data_parallel_size_local": 1, "cluster_secret_file": "secret"},
     f.HEADLESS: {"headless": True, "data_parallel_size_local": 1, "cluster_secret_file": "secret"},
     f.ONE_REPLICA_SERVER: {"data_parallel_rank": 0},
     f.HYBRID_LB: {"data_parallel_hybrid_lb": True, "data_parallel_size_local": 1},

@@ -192,6 +192,13 @@ def test_other_models_with_different_numbers_of_ranks(checkpoints, secret, port,
     run(compare(checkpoints.path(variant), secret, port, {"tensor_parallel_size": 2}, {}))
 
 
+@pytest.mark.parametrize(("there", "here"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.nightly)])
+def test_both_ends_may_have_several_replicas(checkpoints, secret, port, there, here):
+    """The replica that computes a prompt follows from its transfer_id, and consumers are redirected to it."""
+    path = checkpoints.path("llama")
+    run(compare(path, secret, port, {"data_parallel_size": there}, {"data_parallel_size": here}))
+
+
 def test_engines_in_a_private_network_need_no_secret_if_that_is_what_the_operator_wants(checkpoints, port):
     insecure = {"insecure_transfers": True}
     run(compare(checkpoints.path("llama"), None, port, insecure, insecure))

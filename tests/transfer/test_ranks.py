@@ -153,7 +153,7 @@ def test_a_connector_whose_library_is_missing(
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size divides"),
         ({"kv_compression": {"ratio": 2}}, "kv_compression gives blocks another meaning"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "drafters on"),
-        ({"data_parallel_size": 2}, "run a server for each replica"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "run a server on each machine"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes divides them"),
         ({"distributed_executor_backend": "ray"}, "Ray decides that"),
     ],
@@ -162,6 +162,17 @@ def test_options_that_exclude_each_other(secret_file: str, options: dict[str, An
     settings = {"cluster_secret_file": secret_file, "kv_transfer_config": {"kv_role": "kv_producer"}, **options}
     with pytest.raises(ConfigError, match=message):
         EngineConfig.create(**settings)
+
+
+def test_each_replica_of_a_producer_has_ports_of_its_own(secret_file: str) -> None:
+    config = EngineConfig.create(
+        kv_transfer_config={"kv_role": "kv_both", "kv_port": 20_000},
+        cluster_secret_file=secret_file,
+        tensor_parallel_size=2,
+        data_parallel_size=3,
+    )
+    options = [config.at_replica(replica).cache.transfer for replica in range(3)]
+    assert [option and option.kv_port for option in options] == [20_000, 20_003, 20_006]
 
 
 def test_a_consumer_may_have_replicas(secret_file: str) -> None:
