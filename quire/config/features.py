@@ -194,10 +194,6 @@ SHARED_EXPERTS = _engine("enable_expert_parallel with data_parallel_size", lambd
 NO_SHARED_EXPERTS = _engine(
     "enable_expert_parallel and data_parallel_size of at least 2", lambda c: not c.parallel.shares_experts, Kind.MISSING
 )
-MOVED_TOKENS = _engine(
-    "enable_expert_parallel with data_parallel_size or prefill_context_parallel_size",
-    lambda c: c.parallel.exchanges_tokens,
-)
 EPLB = _engine("enable_eplb", lambda c: c.parallel.enable_eplb)
 DBO = _engine("enable_dbo", lambda c: c.parallel.enable_dbo)
 DEEP_EP = _engine(

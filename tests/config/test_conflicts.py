@@ -70,7 +70,6 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.DATA_PARALLEL: {"data_parallel_size": 2},
     f.EXPERT_PARALLEL: {"enable_expert_parallel": True},
     f.SHARED_EXPERTS: EXPERTS,
-    f.MOVED_TOKENS: EXPERTS,
     f.EPLB: {"enable_eplb": True, "enable_expert_parallel": True},
     f.DBO: {"enable_dbo": True, **EXPERTS},
     f.DEEP_EP: {"all2all_backend": "deepep_high_throughput", **EXPERTS},
