@@ -13,11 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.ops import Kernels
+from quire.ops.memory import upload
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Exchange
 
@@ -114,24 +116,24 @@ class Slots:
     """The placement of experts on ranks. Each rank has the same number of slots, and an expert may be in several
     slots."""
 
-    def __init__(self, slots: list[int], num_experts: int, device: torch.device) -> None:
-        """slots: the expert in each slot of all ranks."""
+    def __init__(self, slots: list[int], num_experts: int, device: torch.device, can_change: bool = False) -> None:
+        """slots: the expert in each slot of all ranks. can_change: whether `put` will be called."""
         self.num_experts = num_experts
-        self.table = torch.empty(0)  # [experts, most copies]: the slots of each expert
-        self.counts = torch.empty(0)  # [experts]: the number of its slots
-        self.is_identity = False
-        self.put(slots, device)
+        self.most = len(slots) - num_experts + 1  # copies of an expert, if all others have one slot
+        self.table = torch.zeros(num_experts, self.most, dtype=torch.int64, device=device)  # the slots of each expert
+        self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)  # the number of its slots
+        self.is_identity = slots == list(range(num_experts)) and not can_change
+        self.put(slots)
 
-    def put(self, slots: list[int], device: torch.device) -> None:
-        """Change the experts in the slots."""
+    def put(self, slots: list[int]) -> None:
+        """Change the experts in the slots, in place, so that CUDA graphs use the new ones, too."""
         self.experts = slots
         places: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(slots):
             places[expert].append(slot)
-        most = max(map(len, places))
-        self.table = torch.tensor([[p[i % len(p)] for i in range(most)] for p in places], device=device)
-        self.counts = torch.tensor([len(p) for p in places], device=device)
-        self.is_identity = slots == list(range(self.num_experts))
+        device = self.table.device
+        self.table.copy_(upload(np.array([[p[i % len(p)] for i in range(self.most)] for p in places]), device))
+        self.counts.copy_(upload(np.array([len(p) for p in places]), device))
 
     def of(self, experts: Tensor) -> Tensor:
         """Return a slot for each of the chosen experts [tokens, top_k]. Tokens rotate over an expert's copies."""
@@ -149,7 +151,7 @@ class DealtExperts(Dispatch):
         self.ranks = ranks
         self.group = ranks.group
         self.device = builder.device
-        self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device)
+        self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device, ranks.measures)
         self.count = len(self.slots.experts) // self.group.size  # slots per rank
         self.bounds = torch.arange(self.count + 1, device=builder.device)
 
