@@ -167,7 +167,7 @@ def choose_forward(
     if shares_experts and options.enable_dbo:
         return ForwardKind.OVERLAPPED, "enable_dbo computes a step in two halves"
     exchanges = shares_experts and mesh.ep.size != mesh.tp.size
-    has_capacity = options.exchange in FIXED
+    has_capacity = options.exchange(in_graphs=gpu and mesh.ep.capturable) in FIXED
     groups = [group for group in (mesh.tp, mesh.dcp, mesh.ep if exchanges else mesh.tp) if group.size > 1]
     for is_so, reason in (
         (config.model.enforce_eager, "enforce_eager"),
