@@ -5,6 +5,7 @@ Both ends derive the same two pairs of Curve25519 keys from the secret: one for 
 must know the server's public key and prove that it has the client's private key.
 """
 
+import errno
 import hmac
 import os
 import secrets
@@ -17,7 +18,8 @@ from typing import Any, Self
 import zmq
 from zmq.utils import z85
 
-from quire.config.engine import ConfigError
+from quire.config.engine import ConfigError, EngineConfig
+from quire.config.kv_transfer import is_private
 from quire.messages.errors import error_text
 
 LEAST_BYTES = 32
@@ -91,9 +93,40 @@ class ClusterSecret:
         socket.curve_serverkey = self._server[0]
         socket.connect(address)
 
-    def admits(self, public_key: bytes) -> bool:
-        """Whether a client with this verified public key (32 bytes) knows the secret."""
+    def admits(self, public_key: bytes, address: str) -> bool:
+        """Whether a client with this verified public key (32 bytes) knows the secret. address: the client's."""
         return hmac.compare_digest(z85.encode(public_key), self._client[0])
+
+
+class NoSecret(ClusterSecret):
+    """Replaces the secret of engines that trust everyone in a private network (--insecure-transfers).
+
+    The keys of both ends are known to everyone, but each connection also has keys of its own, made in its handshake. So
+    nobody can read it by listening. Peers do not prove who they are: everyone with an address in a private network is
+    admitted, and such a peer can place itself between two others. A peer with a secret is refused, and refuses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(b"quire without a secret".ljust(LEAST_BYTES))
+
+    def connect(self, socket: "zmq.Socket[Any]", address: str, most_bytes: int | None = None) -> None:
+        """See ClusterSecret.connect. Raises ZMQError for an address outside of private networks."""
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not is_private(host):
+            raise zmq.ZMQError(errno.EACCES, f"{host} is not in a private network, which insecure_transfers requires")
+        super().connect(socket, address, most_bytes)
+
+    def admits(self, public_key: bytes, address: str) -> bool:
+        return is_private(address) and super().admits(public_key, address)
+
+
+def transfer_secret(config: EngineConfig) -> ClusterSecret:
+    """Return the secret of engines that exchange KV blocks. Raises ConfigError."""
+    path = config.cluster.cluster_secret_file
+    if path is not None:
+        return ClusterSecret.read(path)
+    assert config.cache.insecure_transfers  # the options were checked
+    return NoSecret()
 
 
 class Gate:
@@ -110,7 +143,9 @@ class Gate:
         """Admit the client if it knows the secret and there is room. Returns False if it knows the secret but there is
         no room."""
         # version, request id, domain, address, identity, mechanism, credentials
-        knows = len(question) == 7 and question[5] == b"CURVE" and self._secret.admits(question[6])
+        knows = (
+            len(question) == 7 and question[5] == b"CURVE" and self._secret.admits(question[6], question[3].decode())
+        )
         status = REFUSED if not knows else ADMITTED if has_room else FULL
         self.socket.send_multipart([*question[:2], b"%d" % status, b"", b"", b""])
         return status != FULL

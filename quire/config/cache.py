@@ -25,6 +25,7 @@ class CacheConfig:
     pinned_prefix_share: float = 0.25
     kv_events_config: dict[str, Any] = option({}, json=True)
     kv_transfer_config: dict[str, Any] = option({}, json=True)
+    insecure_transfers: bool = False
     kv_compression: dict[str, Any] = option({}, json=True)
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
@@ -50,7 +51,10 @@ class CacheConfig:
 
     @property
     def transfer(self) -> KVTransferOptions | None:
-        return KVTransferOptions.read(self.kv_transfer_config) if self.kv_transfer_config else None
+        if not self.kv_transfer_config:
+            return None
+        options = KVTransferOptions.read(self.kv_transfer_config)
+        return options.within_private_networks() if self.insecure_transfers else options
 
     @property
     def compression(self) -> KVCompressionOptions | None:

@@ -88,7 +88,7 @@ class ClusterConfig:
     def check_secret(self, layout: Layout, exchanges: bool) -> None:
         """Raises ConfigError if machines or engines would have to trust each other without a secret.
 
-        exchanges: whether the engine exchanges KV blocks with others."""
+        exchanges: whether the engine exchanges KV blocks only with others that have the secret."""
         needs_secret = self.headless or layout.machines > 1 or (layout.elsewhere and self.data_parallel_backend == "mp")
         if needs_secret and self.cluster_secret_file is None:
             raise ConfigError(
@@ -98,7 +98,8 @@ class ClusterConfig:
         if exchanges and self.cluster_secret_file is None:
             raise ConfigError(
                 "kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
-                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all"
+                "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all. If you trust everyone in a "
+                "private network, use insecure_transfers instead"
             )
 
     @property

@@ -55,12 +55,6 @@ _MACHINES = (
     *_with_each(f.ONE_REPLICA_SERVER, (f.HEADLESS, f.HYBRID_LB, f.LOCAL_REPLICAS), "each server has one replica then"),
     Conflict(
         f.SHARED_EXPERTS,
-        f.RAY_RANKS,
-        "Ray cannot place ranks of replicas that share them",
-        "leave distributed_executor_backend out",
-    ),
-    Conflict(
-        f.SHARED_EXPERTS,
         f.SEVERAL_SERVERS,
         "replicas that share experts need one server for all",
         "give the other machines headless",
@@ -76,10 +70,11 @@ _RANKS = (
     Conflict(f.SYMMETRIC_MEMORY, f.ON_CPU, "its kernels read the memory of other GPUs"),
     *_with_each(
         f.LORA,
-        (f.MOVED_TOKENS, f.EPLB),
-        "experts cannot have adapters if ranks exchange tokens or experts",
-        "leave out enable_expert_parallel",
+        (f.DEEP_EP, f.SYMMETRIC_MEMORY),
+        "these kernels send no adapters with the tokens",
+        "leave all2all_backend out",
     ),
+    Conflict(f.LORA, f.EPLB, "adapters stay with the ranks whose experts they were loaded for"),
     Conflict(f.EXPERT_PARALLEL, f.NO_EXPERTS, "it divides the experts among ranks"),
     *_each(_CONTEXTS, f.NO_CACHE, "it divides the KV cache"),
     *_each(_CONTEXTS, f.RECURRENT, "it divides the keys of a text, and a recurrent layer has none"),
@@ -180,10 +175,11 @@ _CACHE = (
     Conflict(f.TRANSFER, f.DRAFTERS, "drafters need entries of their own, which are not exchanged"),
     Conflict(
         f.PRODUCER,
-        f.DATA_PARALLEL,
-        "consumers must know which replica has a request",
-        "run a server for each replica, and let quire route share out requests",
+        f.REPLICAS_ELSEWHERE,
+        "consumers look for all replicas at one address",
+        "run a server on each machine, and let quire route share out requests",
     ),
+    Conflict(f.INSECURE_TRANSFERS, f.CLUSTER_SECRET, "the secret secures transfers", "leave one of them out"),
     Conflict(f.PRODUCER, f.SPANNING_REPLICA, "consumers look for all ranks at one address, and nnodes divides them"),
     Conflict(f.PRODUCER, f.RAY, "consumers must know where the ranks are, and Ray decides that"),
     Conflict(

@@ -5,7 +5,7 @@ options of vLLM that Quire does not have.
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, Self, get_type_hints
 
 from quire.config.cache import CacheConfig as CacheConfig
@@ -228,6 +228,20 @@ class EngineConfig:
         """Which replicas and ranks run on this machine."""
         return self.cluster.layout(self.parallel.data_parallel_size, self.parallel.ranks)
 
+    @property
+    def transfer_ports(self) -> int:
+        """The number of ports at which a replica lets other engines read its blocks: of its core, and of each rank."""
+        return 1 + self.parallel.ranks
+
+    def at_replica(self, replica: int) -> Self:
+        """Return the options of one replica of a producer, which listens at the ports after those of earlier replicas.
+        replica: its number on this machine."""
+        transfer = self.cache.transfer
+        if transfer is None or not transfer.produces or not replica:
+            return self
+        given = {**self.cache.kv_transfer_config, "kv_port": transfer.kv_port + replica * self.transfer_ports}
+        return replace(self, cache=replace(self.cache, kv_transfer_config=given))
+
     @classmethod
     def create(cls, **options: Any) -> Self:
         """Create from flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
@@ -238,7 +252,9 @@ class EngineConfig:
         values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
         groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
-        made.cluster.check_secret(made.layout, exchanges=made.cache.transfer is not None)
+        made.cluster.check_secret(
+            made.layout, exchanges=made.cache.transfer is not None and not made.cache.insecure_transfers
+        )
         return made
 
 

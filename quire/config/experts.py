@@ -17,8 +17,8 @@ DEEP_EP: tuple[All2All, ...] = ("deepep_high_throughput", "deepep_low_latency")
 class BalanceOptions:
     """vLLM's names. step_interval: the number of steps after which experts are rebalanced. window_size: the number of
     recent steps over which loads are measured. num_redundant_experts: how many experts per layer have a second copy.
-    log_balancedness: log how balanced the loads are. The other fields have no effect: experts move between steps, using
-    the ranks' collectives.
+    log_balancedness: log how balanced the loads are. The other fields have no effect: experts always move while steps
+    run, using the ranks' collectives.
     """
 
     window_size: AtLeast1 = 1000

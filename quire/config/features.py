@@ -160,6 +160,8 @@ LAYER_BY_LAYER = _engine("kv_cache_layout='layer_by_layer'", lambda c: c.cache.k
 TRANSFER = _engine("kv_transfer_config", lambda c: c.cache.transfer is not None)
 PRODUCER = _engine("kv_transfer_config of a producer", _produces)
 WHOLE_BLOCKS = _engine("kv_transfer_config with NixlConnector or SharedMemoryConnector", _moves_whole_blocks)
+INSECURE_TRANSFERS = _engine("insecure_transfers", lambda c: c.cache.insecure_transfers)
+CLUSTER_SECRET = _engine("cluster_secret_file", lambda c: c.cluster.cluster_secret_file is not None)
 KV_EVENTS = _engine("kv_events_config", lambda c: c.cache.events is not None)
 TIERS = _engine("kv_offloading_size or kv_offloading_path", lambda c: c.cache.has_tiers)
 NO_PREFIX_CACHING = _engine("enable_prefix_caching", lambda c: not c.cache.enable_prefix_caching, Kind.MISSING)
@@ -192,10 +194,6 @@ SHARED_EXPERTS = _engine("enable_expert_parallel with data_parallel_size", lambd
 NO_SHARED_EXPERTS = _engine(
     "enable_expert_parallel and data_parallel_size of at least 2", lambda c: not c.parallel.shares_experts, Kind.MISSING
 )
-MOVED_TOKENS = _engine(
-    "enable_expert_parallel with data_parallel_size or prefill_context_parallel_size",
-    lambda c: c.parallel.exchanges_tokens,
-)
 EPLB = _engine("enable_eplb", lambda c: c.parallel.enable_eplb)
 DBO = _engine("enable_dbo", lambda c: c.parallel.enable_dbo)
 DEEP_EP = _engine(
@@ -210,10 +208,10 @@ SYMMETRIC_MEMORY = _engine(
 # ---- options: machines
 
 RAY = _engine("Ray (distributed_executor_backend or data_parallel_backend)", lambda c: c.cluster.uses_ray)
-RAY_RANKS = _engine("distributed_executor_backend='ray'", lambda c: c.cluster.distributed_executor_backend == "ray")
 RAY_REPLICAS = _engine("data_parallel_backend='ray'", lambda c: c.cluster.data_parallel_backend == "ray")
 SEVERAL_MACHINES = _engine("nnodes", lambda c: c.cluster.nnodes > 1)
 SPANNING_REPLICA = _engine("nnodes of one replica", _spans_machines)
+REPLICAS_ELSEWHERE = _engine("replicas on other machines", lambda c: c.cluster.headless or len(c.layout.elsewhere) > 0)
 HEADLESS = _engine("headless", lambda c: c.cluster.headless)
 ONE_REPLICA_SERVER = _engine(
     "data_parallel_external_lb or data_parallel_rank",

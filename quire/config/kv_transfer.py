@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +20,9 @@ CONNECTORS: dict[Connector, tuple[str, ...]] = {
     "SharedMemoryConnector": ("shared_memory",),
     "TcpConnector": ("tcp",),
 }
+# Networks that are not reachable from the internet, and this machine.
+PRIVATE_NETWORKS = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "fc00::/7", "fe80::/10", "::1/128"]
+_PRIVATE = [ipaddress.ip_network(network) for network in PRIVATE_NETWORKS]
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; without a choice
 
 
@@ -78,6 +81,24 @@ class KVTransferOptions:
         read = {name: value for name, value in given.items() if name not in _NO_EFFECT}
         return read_object("kv_transfer_config", read, cls)
 
+    def within_private_networks(self) -> Self:
+        """Return the options without a secret: both ends of a transfer must be in private networks. Raises
+        ConfigError."""
+        given = self.extra.networks
+        public = [str(network) for network in given or () if not any(_contains(p, network) for p in _PRIVATE)]
+        if not is_private(self.kv_ip):
+            public.append(f"kv_ip={self.kv_ip}")
+        if public:
+            raise ConfigError(
+                f"insecure_transfers works only in private networks ({', '.join(PRIVATE_NETWORKS)}), and not with "
+                f"{', '.join(public)}; use cluster_secret_file instead"
+            )
+        if given is not None:
+            return self
+        return replace(
+            self, kv_connector_extra_config={**self.kv_connector_extra_config, "producers": PRIVATE_NETWORKS}
+        )
+
     @cached_property
     def extra(self) -> TransferExtras:
         """Return the fields of kv_connector_extra_config. Raises ConfigError."""
@@ -90,3 +111,19 @@ class KVTransferOptions:
     @property
     def consumes(self) -> bool:
         return self.kv_role != "kv_producer"
+
+
+def is_private(address: str) -> bool:
+    """Whether this is an IP address of a private network or of this machine."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return any((mapped or found) in network for network in _PRIVATE)
+
+
+def _contains(
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network, other: ipaddress.IPv4Network | ipaddress.IPv6Network
+) -> bool:
+    return network.version == other.version and other[0] in network and other[-1] in network

@@ -58,10 +58,12 @@ class ParallelConfig:
         """Whether the replicas share experts, and therefore run their steps in lockstep."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
-    @property
-    def exchange(self) -> All2All:
-        """How ranks with different tokens exchange them."""
-        return "all_to_all" if self.all2all_backend == "auto" else self.all2all_backend
+    def exchange(self, in_graphs: bool) -> All2All:
+        """Return how ranks with different tokens exchange them. in_graphs: whether CUDA graphs can contain what ranks
+        exchange. They need a fixed capacity; without it, results do not depend on the placement of experts."""
+        if self.all2all_backend != "auto":
+            return self.all2all_backend
+        return "allgather_reducescatter" if in_graphs else "all_to_all"
 
     @property
     def exchanges_tokens(self) -> bool:

@@ -197,7 +197,8 @@ def make_core(
     has_one_user: whether a single user waits for all requests and may submit thousands of grammars at once. journal,
     report_silence: see EngineCore.
     """
-    plan = plan_engine(config, directory, max_model_len, shares_experts=place is not None)
+    replica = rank - config.layout.here.start
+    plan = plan_engine(config.at_replica(replica), directory, max_model_len, shares_experts=place is not None)
     config = plan.config
     use_threads(plan.threads)
     plan.log()
@@ -205,7 +206,7 @@ def make_core(
     kv = executor.kv_cache
     fingerprint = partial(cache_fingerprint, config, directory, kv.layout)
     try:
-        scheduler = _scheduler(plan, executor, fingerprint(), has_one_user)
+        scheduler = _scheduler(plan, executor, fingerprint(), replica, has_one_user)
         kv_events = _kv_events(config, kv, rank)
     except ValueError:
         executor.shutdown()
@@ -225,8 +226,9 @@ def make_core(
     return core
 
 
-def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_user: bool) -> Scheduler:
-    """Create the scheduler for an executor's KV cache. fingerprint: of its blocks. Raises ConfigError or ValueError."""
+def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, replica: int, has_one_user: bool) -> Scheduler:
+    """Create the scheduler for an executor's KV cache. fingerprint: of its blocks. replica: the number of this one on
+    its machine. Raises ConfigError or ValueError."""
     config = plan.config
     spec = plan.description.spec
     kv = executor.kv_cache
@@ -250,7 +252,7 @@ def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_u
         mover=executor,
         compression=plan.compression,
         encoders=_encoders(config, spec, limits),
-        connect_engines=_connect_engines(plan, executor, len(tiers)),
+        connect_engines=_connect_engines(plan, executor, len(tiers), replica),
     )
     if config.profile.enable_layerwise_nvtx_tracing:
         from quire.observability.profiling.ranges import mark_core
@@ -259,13 +261,16 @@ def _scheduler(plan: EnginePlan, executor: Executor, fingerprint: str, has_one_u
     return scheduler
 
 
-def _connect_engines(plan: EnginePlan, executor: Executor, tier: int) -> Callable[[KVCacheManager], Connector] | None:
+def _connect_engines(
+    plan: EnginePlan, executor: Executor, tier: int, replica: int
+) -> Callable[[KVCacheManager], Connector] | None:
     """Return the function that creates the connector to other engines, None if there is none. tier: its number."""
     transfer = plan.config.cache.transfer
     if transfer is None or not executor.kv_cache.specs:
         return None
     plugin = import_module(f"{transfer.kv_connector_module_path}.exchange")
-    return partial(plugin.make_connector, plan.config, plan.directory, executor.kv_cache, mover=executor, tier=tier)
+    make = partial(plugin.make_connector, plan.config, plan.directory, executor.kv_cache)
+    return partial(make, mover=executor, tier=tier, replica=replica)
 
 
 def _compression(config: EngineConfig, limits: SchedulerLimits) -> Compression | None:

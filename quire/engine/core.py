@@ -147,7 +147,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step can be run or retired. False if there are no requests, or all of them wait at gates."""
-        return self.scheduler.has_work or bool(self._flights) or self._lockstep.is_running
+        return self.scheduler.has_work or bool(self._flights) or (self._lockstep.is_running and not self._asleep)
 
     @property
     def has_rest(self) -> bool:
@@ -212,7 +212,6 @@ class EngineCore:
         scheduler = self.scheduler
         pool = self.scheduler.kv.pool
         counts = scheduler.stats
-        connectors = scheduler.connectors
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.requests) - len(scheduler.running),
@@ -225,8 +224,8 @@ class EngineCore:
             is_paused=self._pause.is_closed,
             is_sleeping=bool(self._asleep),
             runs_reference=self.executor.runs_reference,
-            external_queries=sum(connector.num_queries for connector in connectors),
-            external_hits=sum(connector.num_hits for connector in connectors),
+            external_queries=sum(connector.num_queries for connector in scheduler.connectors),
+            external_hits=sum(connector.num_hits for connector in scheduler.connectors),
             speculation=scheduler.speculation.counts(),
         )
 
@@ -265,11 +264,11 @@ class EngineCore:
 
     def _launch_dummy(self, step: SchedulerOutput) -> bool:
         """Submit a step without rows, if other cores may wait for this one. Returns whether it did."""
-        if not self._lockstep.is_running or self._flights:
+        if not self._lockstep.is_running or self._asleep or self._flights:
             return False
         self.executor.submit(step)
         self._flights.append(Flight(step, self.executor.sample(step.step_id)))
-        self._lockstep.count_step(self.scheduler.has_unfinished and not self.has_paused)
+        self._lockstep.count_step(self.scheduler.has_unfinished and self._pause.lets_pass(self.scheduler.requests))
         return True
 
     def _sample_oldest(self) -> None:
@@ -374,7 +373,7 @@ class EngineCore:
     @property
     def has_paused(self) -> bool:
         """Whether the requested pause has been reached: no request runs."""
-        return self._pause.is_closed and not self._flights and not self._pause.lets_pass(self.scheduler.requests)
+        return not self._flights and not self._pause.lets_pass(self.scheduler.requests)
 
     def finish_pause(self) -> None:
         """Called once when the pause has been reached."""
@@ -403,8 +402,9 @@ class EngineCore:
         self._pause.open()
 
     def _sleep(self, command: Sleep) -> None:
-        if self._lockstep.has_others:
-            raise ValueError("replicas that share experts cannot sleep")
+        if not self._pause.lets_pass(self.scheduler.requests):
+            while self._lockstep.is_running or self._flights:  # other cores need this one until all are idle
+                self.step()
         if not self.has_paused:
             raise ValueError("the engine runs requests; pause it before it sleeps")
         self.reset_prefix_cache()

@@ -18,7 +18,7 @@ import zmq.asyncio
 from quire.cluster.secret import ClusterSecret
 from quire.config.engine import ConfigError, EngineConfig
 from quire.engine.cores import Cores
-from quire.engine.router import Router, token_pieces
+from quire.engine.router import Router, producing_core, token_pieces
 from quire.messages import engine as messages
 from quire.messages.changes import Command, Look, TrainerOrder
 from quire.messages.engine import (
@@ -447,7 +447,8 @@ class CoreClient:
             output = unfinished.token_ids
             trial = unfinished.trial
             unfinished.num_sent = len(output)
-            rank = unfinished.core = self._router.route(request, self.ready, core if core in self.ready else None)
+            wanted = producing_core(request, len(self._cores), core)
+            rank = unfinished.core = self._router.route(request, self.ready, wanted if wanted in self.ready else None)
             if output or trial:
                 request = msgspec.structs.replace(request, output_token_ids=output, trial=trial)
             batches[rank].append(request)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.transfers import replica_of
 
 WEIGHT_OF_WAITING = 4  # a waiting request counts as much as four running ones
 # With prefixes, a core is eligible if its load is at most the mean load times the first value plus the second.
@@ -84,6 +85,12 @@ class Router(Generic[Request]):
         self._cores[core] = _Core()
         if self._prefixes is not None:
             self._prefixes.forget(core)
+
+
+def producing_core(request: EngineCoreRequest, num_cores: int, core: int | None) -> int | None:
+    """Return the core at which other engines look for the blocks of a request's prompt; if they do not, `core`."""
+    transfer = request.transfer
+    return replica_of(transfer.transfer_id, num_cores) if transfer and transfer.do_remote_decode else core
 
 
 class Prefixes(ABC):

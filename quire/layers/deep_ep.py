@@ -46,7 +46,9 @@ class DeepEP(Exchanged):
         super().__init__(builder, ranks, num_experts)
         self.buffer = ranks.buffer
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
         return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
 
 

@@ -36,7 +36,9 @@ class DeepEPLowLatency(FixedDispatch):
         # of the buffer, the same in all steps
         self.room = -(-self.capacity.most // self.tensor_group.size)
 
-    def send_fixed(self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int) -> Sent:
+    def send_fixed(
+        self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int, adapters: Tensor | None
+    ) -> Sent:
         return _OnTheWay(self, x, slots, weights, num_tokens, room)
 
 

@@ -13,11 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.ops import Kernels
+from quire.ops.memory import upload
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Exchange
 
@@ -28,12 +30,14 @@ class Routed:
 
     rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows after
     the last offset belong to no expert. origins: returns, for each row (and possibly for additional ones), the token
-    that it copies, and the index of its expert on this rank.
+    that it copies, and the index of its expert on this rank. adapters: the shared adapter slot of each token that was
+    received from a rank; None if the tokens are those of the step.
     """
 
     rows: Tensor
     offsets: Tensor
     origins: Callable[[], tuple[Tensor, Tensor]]
+    adapters: Tensor | None = None
 
 
 class Sent(ABC):
@@ -51,19 +55,26 @@ class Sent(ABC):
 
 
 class Dispatch(ABC):
-    """The dispatch of one layer. local: this rank's experts, by their indices in the checkpoint."""
+    """The dispatch of one layer.
+
+    local: this rank's experts, by their indices in the checkpoint. exchanges: whether it receives other ranks' tokens.
+    """
 
     local: list[int]
+    exchanges: bool = False
 
     def own(self, x: Tensor) -> Tensor:
         """Return the tokens of the step, x, for which this rank chooses experts: [own tokens, hidden]."""
         return x
 
     @abstractmethod
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
         """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64; weights: the experts'
         weights, float32 [own tokens, top_k]; None if each token has one expert, with the weight 1. num_tokens: the
-        number of tokens of the step."""
+        number of tokens of the step. adapters: the shared adapter slots of the own tokens, if experts on other ranks
+        have adapters."""
 
 
 class Everywhere(Dispatch):
@@ -74,7 +85,9 @@ class Everywhere(Dispatch):
         self.local = list(range(num_experts))
         self.bounds = torch.arange(num_experts + 1, device=builder.device)
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
         return SortedTokens(self.kernels, x, experts, weights, self.bounds)
 
 
@@ -103,24 +116,24 @@ class Slots:
     """The placement of experts on ranks. Each rank has the same number of slots, and an expert may be in several
     slots."""
 
-    def __init__(self, slots: list[int], num_experts: int, device: torch.device) -> None:
-        """slots: the expert in each slot of all ranks."""
+    def __init__(self, slots: list[int], num_experts: int, device: torch.device, can_change: bool = False) -> None:
+        """slots: the expert in each slot of all ranks. can_change: whether `put` will be called."""
         self.num_experts = num_experts
-        self.table = torch.empty(0)  # [experts, most copies]: the slots of each expert
-        self.counts = torch.empty(0)  # [experts]: the number of its slots
-        self.is_identity = False
-        self.put(slots, device)
+        self.most = len(slots) - num_experts + 1  # copies of an expert, if all others have one slot
+        self.table = torch.zeros(num_experts, self.most, dtype=torch.int64, device=device)  # the slots of each expert
+        self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)  # the number of its slots
+        self.is_identity = slots == list(range(num_experts)) and not can_change
+        self.put(slots)
 
-    def put(self, slots: list[int], device: torch.device) -> None:
-        """Change the experts in the slots."""
+    def put(self, slots: list[int]) -> None:
+        """Change the experts in the slots, in place, so that CUDA graphs use the new ones, too."""
         self.experts = slots
         places: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(slots):
             places[expert].append(slot)
-        most = max(map(len, places))
-        self.table = torch.tensor([[p[i % len(p)] for i in range(most)] for p in places], device=device)
-        self.counts = torch.tensor([len(p) for p in places], device=device)
-        self.is_identity = slots == list(range(self.num_experts))
+        device = self.table.device
+        self.table.copy_(upload(np.array([[p[i % len(p)] for i in range(self.most)] for p in places]), device))
+        self.counts.copy_(upload(np.array([len(p) for p in places]), device))
 
     def of(self, experts: Tensor) -> Tensor:
         """Return a slot for each of the chosen experts [tokens, top_k]. Tokens rotate over an expert's copies."""
@@ -138,7 +151,7 @@ class DealtExperts(Dispatch):
         self.ranks = ranks
         self.group = ranks.group
         self.device = builder.device
-        self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device)
+        self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device, ranks.measures)
         self.count = len(self.slots.experts) // self.group.size  # slots per rank
         self.bounds = torch.arange(self.count + 1, device=builder.device)
 
@@ -155,7 +168,9 @@ class DealtExperts(Dispatch):
 class Replicated(DealtExperts):
     """All ranks have the same tokens, and each rank applies its own experts to them."""
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
         slots = self.slots.of(experts) - self.first
         elsewhere = (slots < 0) | (slots >= self.count)
         here = slots.masked_fill(elsewhere, self.count)
@@ -194,6 +209,8 @@ class Exchanged(DealtExperts):
     added up on its original rank, in the order of its choices, so the sum does not depend on the placement of experts.
     """
 
+    exchanges = True
+
     def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
         super().__init__(builder, ranks, num_experts)
         self.tensor_group = builder.tensor_group
@@ -212,16 +229,27 @@ class Exchanged(DealtExperts):
         result[start:stop] = own
         return result
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
-        return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
+        return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens, adapters)
 
 
 class _OnTheWay(Sent):
     """Tokens that are being exchanged. Each is sent as one row: its elements, then its slots on the receiving rank,
-    integers of the same width [top_k], with -1 for experts on other ranks."""
+    integers of the same width [top_k], with -1 for experts on other ranks, and then its adapter slot if experts have
+    adapters."""
 
-    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor | None, num_tokens: int) -> None:
-        """x: [tokens, hidden]; slots, weights: [tokens, top_k]"""
+    def __init__(
+        self,
+        dispatch: Exchanged,
+        x: Tensor,
+        slots: Tensor,
+        weights: Tensor | None,
+        num_tokens: int,
+        adapters: Tensor | None,
+    ) -> None:
+        """x: [tokens, hidden]; slots, weights: [tokens, top_k]; adapters: [tokens]"""
         self.dispatch = dispatch
         self.weights = weights
         self.num_tokens = num_tokens
@@ -236,7 +264,11 @@ class _OnTheWay(Sent):
         to_rank = to[:, None]
         of_token = targets[token]
         there = torch.where(of_token == to_rank, slots[token] - to_rank * dispatch.count, -1)
-        rows = torch.cat([x[token], there.to(self.integers).view(x.dtype)], dim=1)
+        columns = [x[token], there.to(self.integers).view(x.dtype)]
+        self.has_adapters = adapters is not None
+        if adapters is not None:
+            columns.append(adapters[token, None].to(self.integers).view(x.dtype))
+        rows = torch.cat(columns, dim=1)
         # [ranks, 2]: numbers of rows sent to each rank, and of results received from it. They are sent from host to
         # host, so they do not wait for the tokens of the other half.
         counts = torch.stack([is_sent.sum(0), targets.flatten().bincount(minlength=size)], dim=1).cpu()
@@ -248,11 +280,15 @@ class _OnTheWay(Sent):
     def receive(self) -> Routed:
         self.dispatch.ranks.turns.pass_on()
         rows = self.exchange.wait()
-        x, slots = rows[:, : self.hidden], rows[:, self.hidden :].view(self.integers).long()  # slots: [rows, top_k]
+        x = rows[:, : self.hidden]
+        integers = rows[:, self.hidden :].view(self.integers).long()
+        slots = integers[:, : self.top_k]
+        adapters = integers[:, self.top_k] if self.has_adapters else None
         self.place = (slots.flatten() >= 0).nonzero()[:, 0]  # of each result, in return order
         experts, self.sorting = slots.flatten()[self.place].sort(stable=True)
         row = self.place[self.sorting] // self.top_k
-        return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), lambda: (row, experts))
+        offsets = torch.searchsorted(experts, self.dispatch.bounds)
+        return Routed(x[row], offsets, lambda: (row, experts), adapters)
 
     def collect(self, out: Tensor) -> Tensor:
         dispatch = self.dispatch

@@ -5,6 +5,7 @@ contain the exchange. A step without a fixed capacity is exchanged by counts, as
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,18 +23,22 @@ class FixedDispatch(Exchanged):
         assert ranks.capacity is not None
         self.capacity = ranks.capacity
 
-    def send(self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int) -> Sent:
+    def send(
+        self, x: Tensor, experts: Tensor, weights: Tensor | None, num_tokens: int, adapters: Tensor | None = None
+    ) -> Sent:
         if not self.capacity.tokens:
-            return super().send(x, experts, weights, num_tokens)
+            return super().send(x, experts, weights, num_tokens, adapters)
         room = -(-self.capacity.tokens // self.tensor_group.size)  # for the own tokens of each rank
         if weights is None:
             weights = torch.ones(experts.shape, device=x.device)
-        return self.send_fixed(x, self.slots.of(experts), weights, num_tokens, room)
+        return self.send_fixed(x, self.slots.of(experts), weights, num_tokens, room, adapters)
 
     @abstractmethod
-    def send_fixed(self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int) -> Sent:
+    def send_fixed(
+        self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int, adapters: Tensor | None
+    ) -> Sent:
         """Start to send own tokens. x: [own tokens, hidden]; slots, weights: [own tokens, top_k]. room: the largest
-        number of own tokens on any rank."""
+        number of own tokens on any rank. adapters: see `send`; only `Gathered` supports them."""
 
 
 class Gathered(FixedDispatch):
@@ -43,17 +48,26 @@ class Gathered(FixedDispatch):
     only to those with its experts. The last bits of a result depend on the placement of experts.
     """
 
-    def send_fixed(self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int) -> Sent:
-        return _Gathering(self, x, slots, weights, num_tokens, room)
+    def send_fixed(
+        self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int, adapters: Tensor | None
+    ) -> Sent:
+        return _Gathering(self, x, slots, weights, num_tokens, room, adapters)
 
 
 class _Gathering(Sent):
     """Tokens on their way to all ranks. A token is one row: its elements, its slots as integers of the same width
-    [top_k], and the float32 weights of the slots, as elements of the same
+    [top_k], its adapter slot if experts have adapters, and the float32 weights of the slots, as elements of the same
     type. Rows without a token have the slots -1."""
 
     def __init__(
-        self, dispatch: Gathered, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int
+        self,
+        dispatch: Gathered,
+        x: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        num_tokens: int,
+        room: int,
+        adapters: Tensor | None,
     ) -> None:
         self.dispatch = dispatch
         self.num_tokens = num_tokens
@@ -61,8 +75,10 @@ class _Gathering(Sent):
         self.hidden = x.shape[1]
         self.top_k = slots.shape[1]
         self.integers = torch.int16 if x.itemsize == 2 else torch.int32
-        self.end = self.hidden + self.top_k
-        columns = x, slots.to(self.integers).view(x.dtype), weights.contiguous().view(x.dtype)
+        self.has_adapters = adapters is not None
+        numbers = slots if adapters is None else torch.cat([slots, adapters[:, None]], dim=1)
+        self.end = self.hidden + numbers.shape[1]
+        columns = x, numbers.to(self.integers).view(x.dtype), weights.contiguous().view(x.dtype)
         rows = torch.cat(columns, dim=1)
         if len(x) < room:
             padding = rows.new_zeros(room - len(x), rows.shape[1])
@@ -76,12 +92,13 @@ class _Gathering(Sent):
         x = rows[:, : self.hidden]
         numbers = rows[:, self.hidden : self.end].view(self.integers).long()
         weights = rows[:, self.end :]
-        here = numbers - dispatch.first
+        here = numbers[:, : self.top_k] - dispatch.first
         elsewhere = (here < 0) | (here >= dispatch.count)
         here = here.masked_fill(elsewhere, dispatch.count)
         weights = weights.contiguous().view(torch.float32).masked_fill(elsewhere, 0)
         self.own = OwnTokens(dispatch.kernels, x.contiguous(), here, weights, dispatch.bounds)
-        return self.own.receive()
+        routed = self.own.receive()
+        return replace(routed, adapters=numbers[:, self.top_k]) if self.has_adapters else routed
 
     def collect(self, out: Tensor) -> Tensor:
         dispatch = self.dispatch

@@ -34,9 +34,15 @@ class Piece(NamedTuple):
 class AdapterSlots:
     """The adapter slots of a model, and all products that adapters can change."""
 
-    def __init__(self, count: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """targets: the name endings of the modules that adapters can change; empty for all modules."""
+    def __init__(
+        self, count: int, max_rank: int, targets: Sequence[str] = (), replica: int = 0, replicas: int = 1
+    ) -> None:
+        """targets: the name endings of the modules that adapters can change; empty for all modules. replica, replicas:
+        the number of this replica among those that share experts. Their experts have slots for the adapters of all
+        replicas ("shared slots")."""
         self.count = count
+        self.replica = replica
+        self.replicas = replicas
         self.max_rank = max_rank
         self._targets = tuple(targets)
         self.products: list[LowRank] = []
@@ -58,8 +64,9 @@ class AdapterSlots:
     def _is_target(self, module: str) -> bool:
         return not self._targets or any(f".{module}".endswith(f".{target}") for target in self._targets)
 
-    def pieces(self, matrices: Matrices) -> list[Piece | None]:
-        """Return an adapter's matrices for each product. Raises ValueError for unknown modules and wrong shapes."""
+    def pieces(self, matrices: Matrices, only_shared: bool = False) -> list[Piece | None]:
+        """Return an adapter's matrices for each product. only_shared: only for those with shared slots. Raises
+        ValueError for unknown modules and wrong shapes."""
         if left_out := [module for module in matrices if not self._is_target(module)]:
             names = ", ".join(sorted({module.rpartition(".")[2] for module in left_out}))
             logger.warning("An adapter is used without %s, which lora_target_modules does not name", names)
@@ -81,12 +88,18 @@ class AdapterSlots:
                 )
             if len(a) > self.max_rank:
                 raise ValueError(f"{name} has rank {len(a)}; max_lora_rank is {self.max_rank}")
-        return [product.piece(matrices) for product in self.products]
+        return [p.piece(matrices) if p.is_shared or not only_shared else None for p in self.products]
 
     def write(self, slot: int, pieces: list[Piece | None]) -> None:
-        """Put an adapter into a slot."""
+        """Put an adapter into a slot of this replica."""
         for product, piece in zip(self.products, pieces, strict=True):
-            product.write(slot, piece)
+            product.write(product.first_slot + slot, piece)
+
+    def write_shared(self, replica: int, slot: int, pieces: list[Piece | None]) -> None:
+        """Put an adapter into a slot of another replica, for the experts that this rank has."""
+        for product, piece in zip(self.products, pieces, strict=True):
+            if product.is_shared:
+                product.write(replica * self.count + slot, piece)
 
 
 def slots_of_copies(slots: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor:
@@ -112,11 +125,20 @@ class LowRank(Adapters):
     """
 
     def __init__(
-        self, builder: Builder, slots: AdapterSlots, shapes: Sequence[LinearShape], on_demand: bool = False
+        self,
+        builder: Builder,
+        slots: AdapterSlots,
+        shapes: Sequence[LinearShape],
+        on_demand: bool = False,
+        is_shared: bool = False,
     ) -> None:
         """shapes: the shape of the product, or one shape for each expert. on_demand: memory is allocated when the first
-        adapter needs it. CUDA graphs and recorded steps cannot contain such products."""
+        adapter needs it. CUDA graphs and recorded steps cannot contain such products. is_shared: whether tokens of
+        other replicas use it, so that it has slots for theirs, too."""
         self.slots = slots
+        self.is_shared = is_shared
+        self.first_slot = slots.replica * slots.count if is_shared else 0
+        self.num_slots = slots.replicas * slots.count if is_shared else slots.count
         self.shapes = shapes
         self.dtype = builder.dtype
         self.device = builder.device
@@ -128,7 +150,7 @@ class LowRank(Adapters):
 
     def _reserve(self, on_demand: bool) -> None:
         self.bounds = torch.tensor(self.ends, device=self.device)
-        self.ranks = torch.zeros(self.slots.count * self.copies, dtype=torch.int64, device=self.device)
+        self.ranks = torch.zeros(self.num_slots * self.copies, dtype=torch.int64, device=self.device)
         self.a = self.b = torch.empty(0)
         self.is_allocated = False
         if not on_demand:
@@ -136,7 +158,7 @@ class LowRank(Adapters):
         self.slots.products.append(self)
 
     def _allocate(self) -> None:
-        copies = self.slots.count * self.copies
+        copies = self.num_slots * self.copies
         rank = self.slots.max_rank
         self.is_allocated = True
         self.a = zeros(*self.shape_of_a(copies, rank), dtype=self.dtype, device=self.device)

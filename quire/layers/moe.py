@@ -141,7 +141,8 @@ class MoE:
                     make_weight(builder.elsewhere, shape)
             self.gate_up, self.down = separate_experts(builder, ups), separate_experts(builder, downs)
         if builder.adapters is not None and builder.adapters.change([*ups, *downs]):
-            self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
+            shared = self.dispatch.exchanges
+            self.adapters = [LowRank(builder, builder.adapters, shapes, is_shared=shared) for shapes in (ups, downs)]
 
     def __call__(self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters.
@@ -158,7 +159,7 @@ class MoE:
         if self.loads is not None:
             chosen = experts.flatten()
             self.loads.index_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
-        sent = self.dispatch.send(own, experts, weights, len(x))
+        sent = self.dispatch.send(own, experts, weights, len(x), self._sent_slots(own, own_slots))
         shared = self._shared(x, slots)  # overlaps with the exchange of tokens
         routed = sent.collect(self._compute(sent.receive(), slots))
         if self.latent_out is not None:
@@ -170,8 +171,17 @@ class MoE:
     def _drop_bias(self) -> None:
         self.out_bias = None
 
+    def _sent_slots(self, own: Tensor, slots: Tensor | None) -> Tensor | None:
+        """Return the shared adapter slots that are sent with own tokens; None if experts of other ranks have none."""
+        if not self.adapters or not self.dispatch.exchanges:
+            return None
+        if slots is None:
+            return torch.full((len(own),), -1, device=own.device)
+        return torch.where(slots < 0, -1, slots + self.adapters[0].first_slot)
+
     def _compute(self, routed: Routed, slots: Tensor | None) -> Tensor:
         """Return the results of this rank's experts, [rows, hidden]. slots: the adapter slots of the step's tokens."""
+        slots = slots if routed.adapters is None else routed.adapters
         if slots is None or not self.adapters:
             return self.down(self.activation(self.gate_up(routed.rows, routed.offsets)), routed.offsets)
         tokens, experts = (part[: len(routed.rows)] for part in routed.origins())

@@ -100,7 +100,9 @@ class Symmetric(FixedDispatch):
         self.buffer: Any = ranks.buffer
         self.all_bounds = torch.arange(len(self.slots.experts) + 1, device=builder.device)
 
-    def send_fixed(self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int) -> Sent:
+    def send_fixed(
+        self, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int, room: int, adapters: Tensor | None
+    ) -> Sent:
         return _Passing(self, x, slots, weights, num_tokens, room)
 
 

@@ -1,5 +1,7 @@
 """Orders to move blocks between the pool and other tiers or engines."""
 
+import zlib
+
 import msgspec
 
 BlockKey = tuple[int, bytes]  # the KV group and the hash of a block: equal keys mean equal content
@@ -26,6 +28,11 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
+
+
+def replica_of(transfer_id: str, replicas: int) -> int:
+    """Return the replica of a producer that computes a prompt. Every process of the producer chooses the same one."""
+    return zlib.crc32(transfer_id.encode()) % replicas
 
 
 class Transfer(msgspec.Struct, array_like=True, tag=True):

@@ -70,7 +70,7 @@ def _with_exchange(
     ranks: ExpertRanks, config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device
 ) -> ExpertRanks:
     """Return the ranks with the memory and the capacity of their exchange. Raises ConfigError."""
-    backend = config.parallel.exchange
+    backend = config.parallel.exchange(in_graphs=device.type == "cuda" and ranks.group.capturable)
     dtype = resolve_dtype(config.model)
     group = ranks.group
     buffer = None

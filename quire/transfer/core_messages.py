@@ -8,7 +8,7 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer
 
-PROTOCOL = 4  # increment it when the meaning of a message changes
+PROTOCOL = 5  # increment it when the meaning of a message changes
 
 # ---- from the consumer
 
@@ -70,6 +70,13 @@ class Gone(msgspec.Struct, array_like=True, tag=True):
     differs: bool = False
 
 
+class Elsewhere(msgspec.Struct, array_like=True, tag=True):
+    """Another replica of this producer computes the prompt of a fetch. It listens at the same address, at `port`."""
+
+    number: int
+    port: int
+
+
 class BeatBack(msgspec.Struct, array_like=True, tag=True):
     """The reply to a beat. num_sent: for each fetch of the beat, the number of messages that the producer sent for it
     before this reply; -1 if it holds no blocks for the fetch."""
@@ -78,7 +85,7 @@ class BeatBack(msgspec.Struct, array_like=True, tag=True):
     num_sent: list[int]
 
 
-ToConsumer = Offer | Gone | BeatBack
+ToConsumer = Offer | Gone | Elsewhere | BeatBack
 
 
 def digest(request: EngineCoreRequest) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.checkpoints.metadata import hf_config
-from quire.cluster.secret import ClusterSecret
+from quire.cluster.secret import NoSecret, transfer_secret
 from quire.config.engine import EngineConfig
 from quire.executor.agreement import weights_digest
 from quire.kv.manager import Holder, KVCacheManager
@@ -33,12 +33,19 @@ class Exchange:
     in the pool; the engine computes the missing ones."""
 
     def __init__(
-        self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str], peer: Peer
+        self,
+        kv: KVCacheManager,
+        mover: Mover,
+        tier: int,
+        link: Link,
+        facts: dict[str, str],
+        peer: Peer,
+        replicas: Sequence[int] = (),
     ) -> None:
         """tier: the index of the workers' store for blocks of other engines. peer: tells other engines where to read
-        this engine's blocks."""
+        this engine's blocks. replicas: the ports of all replicas of this engine; only those of others matter."""
         self._imports = Imports(kv, mover, tier, link, facts)
-        self._exports = Exports(kv, link, facts, peer)
+        self._exports = Exports(kv, link, facts, peer, replicas)
         self._link = link
         self._look_at = 0.0
         link.start(self._exports.hear)
@@ -117,16 +124,22 @@ class Exchange:
 
 
 def make_connector(
-    config: EngineConfig, directory: Path, size: KVCacheSize, kv: KVCacheManager, mover: Mover, tier: int
+    config: EngineConfig, directory: Path, size: KVCacheSize, kv: KVCacheManager, mover: Mover, tier: int, replica: int
 ) -> Exchange:
-    """Return the connector that the options describe. directory: the model's. tier: see Exchange. Raises
-    ConfigError."""
+    """Return the connector that the options describe. directory: the model's. tier: see Exchange. replica: the number
+    of this one among those of its server, see EngineConfig.at_replica. Raises ConfigError."""
     options = config.cache.transfer
-    name = config.cluster.cluster_secret_file
     assert options is not None
-    assert name is not None
-    secret = ClusterSecret.read(name)
+    secret = transfer_secret(config)
+    if isinstance(secret, NoSecret):
+        logger.warning(
+            "insecure_transfers: every engine in a private network may exchange KV blocks with this one, without "
+            "proving who it is. Use cluster_secret_file if you do not trust everyone there"
+        )
     host = options.kv_ip
+    stride = config.transfer_ports
+    base = options.kv_port - replica * stride
+    replicas = range(base, base + len(config.layout.here) * stride, stride)
     first = options.kv_port + 1
     ports = tuple(range(first, first + config.parallel.ranks))
     if options.produces:
@@ -136,7 +149,7 @@ def make_connector(
     else:
         peer = Peer("", host, ())
         link = Link(secret, None)
-    return Exchange(kv, mover, tier, link, facts(config, directory, size), peer)
+    return Exchange(kv, mover, tier, link, facts(config, directory, size), peer, replicas)
 
 
 def facts(config: EngineConfig, directory: Path, size: KVCacheSize) -> dict[str, str]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from quire.kv.block_pool import Block
 from quire.kv.manager import Holder, KVCacheManager
 from quire.messages.engine import EngineCoreRequest
-from quire.messages.transfers import Peer
+from quire.messages.transfers import Peer, replica_of
 from quire.observability.logging import logger
-from quire.transfer.core_messages import Fetch, Gone, Offer, digest
+from quire.transfer.core_messages import Elsewhere, Fetch, Gone, Offer, digest
 from quire.transfer.link import Asked, AskerLost, Link
 
 UNKNOWN_SECONDS = 10.0  # how long a fetch waits for the request of its prompt
@@ -55,12 +55,16 @@ class Exports:
     computes the requested blocks. Only the core's thread touches the pool.
     """
 
-    def __init__(self, kv: KVCacheManager, link: Link, facts: dict[str, str], peer: Peer) -> None:
+    def __init__(
+        self, kv: KVCacheManager, link: Link, facts: dict[str, str], peer: Peer, replicas: Sequence[int] = ()
+    ) -> None:
+        """replicas: the ports at which the cores of all replicas of this engine listen; empty for a single one."""
         self._kv = kv
         self._pool = kv.pool
         self._link = link
         self._facts = facts
         self._peer = peer
+        self._replicas = replicas or [port - 1 for port in peer.ports[:1]]
         self._most_held = int(_MOST_HELD * kv.pool.num_usable)
         self._num_held = 0
         self._keeps_all = [spec.first_needed_token(1 << 30) == 0 for spec in kv.specs]
@@ -180,10 +184,16 @@ class Exports:
         elif (export := self._exports.get(fetch.transfer_id)) is None:
             if fetch.transfer_id in self._past:
                 self._link.tell_consumer(asker, Gone(fetch.number, "its blocks have been given up"))
-                return
-            self._early[asker, fetch.number] = fetch, time.monotonic()
+            elif (port := self._port_of(fetch.transfer_id)) + 1 not in self._peer.ports:
+                self._link.tell_consumer(asker, Elsewhere(fetch.number, port))
+            else:
+                self._early[asker, fetch.number] = fetch, time.monotonic()
         else:
             self._attach(export, (asker, fetch.number), fetch)
+
+    def _port_of(self, transfer_id: str) -> int:
+        """Return the port of the replica that computes a prompt."""
+        return self._replicas[replica_of(transfer_id, len(self._replicas))]
 
     def _attach(self, export: _Export, fetch_id: _FetchId, fetch: Fetch) -> None:
         if fetch.digest != export.digest or len(fetch.starts) != len(self._kv.specs):

@@ -16,7 +16,7 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.observability.logging import logger
-from quire.transfer.core_messages import Drop, Fetch, Gone, Offer, digest
+from quire.transfer.core_messages import Drop, Elsewhere, Fetch, Gone, Offer, digest
 from quire.transfer.link import Confirmed, FetchLost, Link, ProducerLost, Told
 
 WAIT_SECONDS = 10.0  # for room in the pool, and again for a row after the blocks have been read
@@ -62,6 +62,8 @@ class _Load:
         self.prefix: list[Block] = []
         self.reads: dict[int, _Read] = {}
         self.since = time.monotonic()  # when it started to wait for room, or for a row
+        self.fetch: Fetch | None = None  # what was asked of the producer
+        self.is_redirected = False  # whether another replica of the producer has the prompt
         self.has_begun = self.is_over = self.is_lost = self.has_ended = False
 
     @property
@@ -104,7 +106,7 @@ class Imports:
         address = tcp_address(source.transfer.remote_host, source.transfer.remote_port)
         for load in self._open.values():
             other = load.prompt.source
-            if load.address == address and other.transfer == source.transfer and digest(other) == digest(source):
+            if other.transfer == source.transfer and digest(other) == digest(source):
                 load.requests.add(source.request_id)  # another completion of the same prompt
                 return load
         load = _Load(next(self._numbers), address, _Prompt(source, self._kv.block_size))
@@ -167,8 +169,8 @@ class Imports:
         load.has_begun = True
         load.blocks = {place: self._pool.take() for place in wanted}
         assert prompt.source.transfer is not None
-        fetch = Fetch(load.number, prompt.source.transfer.transfer_id, digest(prompt.source), starts, self._facts)
-        self._link.tell_producer(load.address, fetch)
+        load.fetch = Fetch(load.number, prompt.source.transfer.transfer_id, digest(prompt.source), starts, self._facts)
+        self._link.tell_producer(load.address, load.fetch)
         return True
 
     # ---- messages of the producer
@@ -178,13 +180,25 @@ class Imports:
         message = event.message
         if load is None or load.is_lost:
             return
-        if isinstance(message, Gone):
+        if isinstance(message, Elsewhere):
+            self._redirect(load, message)
+        elif isinstance(message, Gone):
             self._log(load, message)
             load.is_over = True
         else:
             self._read(load, message)
             load.is_over |= message.is_last
         self._check_end(load)
+
+    def _redirect(self, load: _Load, message: Elsewhere) -> None:
+        """Repeat a fetch at another replica of the producer, once."""
+        if load.is_redirected or load.fetch is None or load.prompt.source.transfer is None:
+            load.is_over = True
+            return
+        self._link.tell_producer(load.address, Drop(load.number))
+        load.is_redirected = True
+        load.address = tcp_address(load.prompt.source.transfer.remote_host, message.port)
+        self._link.tell_producer(load.address, load.fetch)
 
     def _read(self, load: _Load, offer: Offer) -> None:
         hashes = load.prompt.block_hashes

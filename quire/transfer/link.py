@@ -23,12 +23,13 @@ from quire.cluster.secret import Admission, ClusterSecret
 from quire.config.engine import ConfigError
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
-from quire.transfer.core_messages import Beat, BeatBack, Drop, Fetch, Gone, Offer, ToConsumer, ToProducer
+from quire.transfer.core_messages import Beat, BeatBack, Drop, Elsewhere, Fetch, Gone, Offer, ToConsumer, ToProducer
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 5.0  # a producer that has not answered a beat for this long is lost
 HOLD_SECONDS = 20.0  # after this time, the blocks held for a silent consumer are released
 _TICK_MILLISECONDS = 200
+_REMEDY = "both engines must have the same cluster_secret_file, or both insecure_transfers"
 _from_consumer = msgspec.msgpack.Decoder(ToProducer)
 _from_producer = msgspec.msgpack.Decoder(ToConsumer)
 
@@ -53,7 +54,7 @@ class Told:
     """A producer has sent a message."""
 
     address: str
-    message: Offer | Gone
+    message: Offer | Gone | Elsewhere
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Link:
         """Send a beat soon. A Confirmed event follows, or an event for lost fetches or a lost producer."""
         self._outbox.put(b"b" + address.encode(), b"")
 
-    def tell_consumer(self, asker: bytes, message: Offer | Gone) -> None:
+    def tell_consumer(self, asker: bytes, message: Offer | Gone | Elsewhere) -> None:
         self._outbox.put(b"c" + asker, msgspec.msgpack.encode(message))
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ class Link:
         if self._server is not None and self._server in ready:
             self._hear_consumers(self._server)
         if self._server is not None and self._failures.socket in ready:
-            self._failures.report("A consumer of KV blocks was refused; it must have the same cluster_secret_file")
+            self._failures.report(f"A consumer of KV blocks was refused; {_REMEDY}")
         for address, line in list(self._lines.items()):
             if line.socket in ready:
                 self._hear_producer(address, line)
@@ -302,9 +303,7 @@ class Link:
                 line.beats[now] = list(line.open)
                 line.socket.send(msgspec.msgpack.encode(Beat(now, list(line.open))))
             if line.failures.socket.poll(0):
-                line.failures.report(
-                    "%s has refused the connection; both engines must have the same cluster_secret_file", address
-                )
+                line.failures.report(f"%s has refused the connection; {_REMEDY}", address)
                 self._lose(address)
             elif line.open and now - line.alive_at > LOST_SECONDS:
                 logger.warning(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.attention.base import AttentionBackend
-from quire.cluster.secret import ClusterSecret
+from quire.cluster.secret import transfer_secret
 from quire.config.engine import ConfigError, EngineConfig
 from quire.config.kv_transfer import CONNECTORS
 from quire.kv.specs import KVCacheSize
@@ -34,11 +34,9 @@ def rank_store(
     which lets other engines read this rank's blocks until the store is closed. clock: the producer rank's. All ranks
     must call this together. Raises ConfigError."""
     options = config.cache.transfer
-    path = config.cluster.cluster_secret_file
     rank = mesh.replica.rank
     assert options is not None
-    assert path is not None
-    secret = ClusterSecret.read(path)
+    secret = transfer_secret(config)
     transports = CONNECTORS[options.kv_connector] or TRANSPORTS
     is_divided = config.cache.kv_cache_layout == "layer_by_layer"
     nixl = NixlMemory.make(memory.blocks) if "nixl" in transports and not is_divided else None

@@ -167,12 +167,12 @@ def choose_forward(
     if shares_experts and options.enable_dbo:
         return ForwardKind.OVERLAPPED, "enable_dbo computes a step in two halves"
     exchanges = shares_experts and mesh.ep.size != mesh.tp.size
-    has_capacity = options.exchange in FIXED
+    has_capacity = options.exchange(in_graphs=gpu and mesh.ep.capturable) in FIXED
     groups = [group for group in (mesh.tp, mesh.dcp, mesh.ep if exchanges else mesh.tp) if group.size > 1]
     for is_so, reason in (
         (config.model.enforce_eager, "enforce_eager"),
-        # Graphs would keep using the initial places of experts that move.
-        (shares_experts and options.enable_eplb, "enable_eplb moves experts"),
+        # Recorded steps would keep using the initial places of experts that move.
+        (shares_experts and options.enable_eplb and not gpu, "enable_eplb moves experts"),
         (exchanges and not has_capacity, "ranks exchange the tokens of experts, and the host their numbers"),
         (not all(group.capturable for group in groups), "what ranks exchange cannot be captured"),
         (config.model.model_impl == "transformers", "transformers' code does not consist of kernels only"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config.engine import ConfigError
 from quire.layers.step_inputs import StepInputs, StepSize
-from quire.lora.store import AdapterStore, NoAdapters
+from quire.lora.store import adapter_store
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
@@ -67,7 +67,8 @@ class Runner(ABC, Generic[Launched]):
         self.in_lockstep = parts.in_lockstep
         self.was_finite = False  # whether a step has had finite results, see _check_numbers
         self.device = parts.staging.device
-        self.adapters = NoAdapters() if parts.model.adapters is None else AdapterStore(parts.model.adapters)
+        experts = parts.model.experts
+        self.adapters = adapter_store(parts.model.adapters, None if experts is None else experts.group)
         self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._refused: dict[int, dict[int, str]] = {}  # by step id: the refusals of a step that was launched
@@ -81,6 +82,7 @@ class Runner(ABC, Generic[Launched]):
         """Launch the forward of a step, or skip the step. The output of `sample` shows which."""
         self.clock.begin(step.step_id)
         skipped = self._install(step)
+        self.adapters.share()
         if skipped is not None:
             self._launched[step.step_id] = skipped
             if self.in_lockstep:

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils import z85
 
 from quire.cluster import secret as secrets
-from quire.cluster.secret import Admission, ClusterSecret
+from quire.cluster.secret import Admission, ClusterSecret, NoSecret
 from quire.config.engine import ConfigError
 from support.waiting import LONGEST
 
@@ -64,8 +64,36 @@ def test_equal_secrets_give_equal_keys_and_others_give_others():
     for public, private in (SECRET._server, SECRET._client):
         assert zmq.curve_public(private) == public
         assert SECRET.secret not in z85.decode(private)
-    assert SECRET.admits(z85.decode(SECRET._client[0]))
-    assert not SECRET.admits(z85.decode(SECRET._server[0]))
+    assert SECRET.admits(z85.decode(SECRET._client[0]), "203.0.113.5")
+    assert not SECRET.admits(z85.decode(SECRET._server[0]), "203.0.113.5")
+
+
+@pytest.mark.parametrize(
+    ("address", "admitted"),
+    [
+        *dict.fromkeys(
+            ("127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "::1", "fd12::1", "::ffff:10.0.0.1"), True
+        ).items(),
+        *dict.fromkeys(("203.0.113.5", "172.32.0.1", "2001:db8::1", "::ffff:8.8.8.8", "", "localhost"), False).items(),
+    ],
+)
+def test_without_a_secret_only_addresses_in_private_networks_are_admitted(address, admitted):
+    nobody = NoSecret()
+    assert nobody.admits(z85.decode(nobody._client[0]), address) == admitted
+    assert not nobody.admits(z85.decode(SECRET._client[0]), address)
+
+
+def test_a_client_without_a_secret_does_not_reach_a_server_that_has_one(server, client):
+    router, address = server
+    NoSecret().connect(client, address)
+    client.send(b"let me in")
+    assert receives(router, address) == []
+
+
+@pytest.mark.parametrize("address", ["tcp://203.0.113.5:14579", "tcp://[2001:db8::1]:14579", "tcp://localhost:14579"])
+def test_without_a_secret_only_addresses_in_private_networks_are_connected_to(client, address):
+    with pytest.raises(zmq.ZMQError, match="is not in a private network"):
+        NoSecret().connect(client, address)
 
 
 def test_a_client_with_the_secret_is_heard_and_answered(server, client):

@@ -178,8 +178,27 @@ def test_waves_of_two_cores(monkeypatch):
         w.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True, "all2all_backend": "allgather_reducescatter"}])
+def test_replicas_that_share_experts_sleep_together_and_go_on(path, expected, options):
+    async def check() -> None:
+        async with engine(path, **options) as llm:
+            for level, mode in ((1, "keep"), (2, "keep"), (1, "wait")):
+                task = asyncio.create_task(everything(llm, f"{level}{mode}"))
+                while not llm.client.stats.num_running:
+                    await asyncio.sleep(0.01)
+                await llm.sleep(level, mode=mode)
+                assert await llm.is_sleeping()
+                assert await asyncio.to_thread(cpu_seconds, llm, 0.5) < 0.2, "steps run while the engine sleeps"
+                await llm.wake_up(["weights"])
+                assert await llm.is_sleeping()
+                await llm.wake_up()
+                assert await task == expected
+
+    run(check())
+
+
 @pytest.mark.nightly
-def test_replicas_that_share_experts_pause_together_take_weights_and_do_not_sleep(path, expected):
+def test_replicas_that_share_experts_pause_together_and_take_weights(path, expected):
     async def check() -> None:
         async with engine(path) as llm:
             task = asyncio.create_task(everything(llm, "b"))
@@ -187,8 +206,6 @@ def test_replicas_that_share_experts_pause_together_take_weights_and_do_not_slee
                 await asyncio.sleep(0.01)
             await llm.pause_generation(mode="keep")
             assert not llm.client.stats.num_running
-            with pytest.raises(ValueError, match="cannot sleep"):
-                await llm.sleep(mode="keep")
             await llm.update_weights(str(path))
             assert not task.done()
             await llm.resume_generation()

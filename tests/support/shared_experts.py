@@ -13,6 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.assemble import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.lockstep_base import Lockstep
+from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreRequest
 from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
@@ -74,7 +75,9 @@ class SharedExperts:
             executor = StagedExecutor(config, path, MAX_MODEL_LEN, among_others=among_others)
             kv = executor.kv_cache
             limits = scheduler_limits(config, MAX_MODEL_LEN)
-            scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), kv.block_size)
+            lora = config.lora
+            adapters = AdapterGate(executor, lora.max_loras, lora.num_in_memory) if lora.enable_lora else None
+            scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), kv.block_size, adapters=adapters)
             return EngineCore(scheduler, executor, ThreadWaves(ThreadGroup(replica, count, None, cores), called))
 
         self.cores = list(self._pool.map(make, range(count)))

@@ -65,7 +65,7 @@ def port(worker_id: str) -> int:
 
 
 @asynccontextmanager
-async def engine(secret: str, role: str, **options: Any) -> AsyncIterator[AsyncLLM]:
+async def engine(secret: str | None, role: str, **options: Any) -> AsyncIterator[AsyncLLM]:
     connector, port = options.pop("connector", "QuireConnector"), options.pop("port", 14579)
     transfer = {"kv_role": role, "kv_port": port, "kv_connector": connector}
     llm = AsyncLLM(**{**SMALL, **options}, kv_transfer_config=transfer, cluster_secret_file=secret)
@@ -143,7 +143,7 @@ OTHERS: list[Any] = [
 ROWS = [[3 + (7 * i + 5 * j + j // 9) % 90 for j in range(200 - 3 * i)] for i in range(4)]
 
 
-async def compare(path: Path, secret: str, port: int, there: dict[str, Any], here: dict[str, Any]) -> None:
+async def compare(path: Path, secret: str | None, port: int, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Prompts that are read from the other engine, several at once, say what one engine says that computes them."""
     options = {"max_model_len": 256, "num_gpu_blocks_override": 200}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -190,6 +190,18 @@ def test_the_ends_may_have_different_numbers_of_ranks(checkpoints, secret, port,
 @pytest.mark.parametrize("variant", VARIANTS[1:])
 def test_other_models_with_different_numbers_of_ranks(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {"tensor_parallel_size": 2}, {}))
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.nightly)])
+def test_both_ends_may_have_several_replicas(checkpoints, secret, port, there, here):
+    """The replica that computes a prompt follows from its transfer_id, and consumers are redirected to it."""
+    path = checkpoints.path("llama")
+    run(compare(path, secret, port, {"data_parallel_size": there}, {"data_parallel_size": here}))
+
+
+def test_engines_in_a_private_network_need_no_secret_if_that_is_what_the_operator_wants(checkpoints, port):
+    insecure = {"insecure_transfers": True}
+    run(compare(checkpoints.path("llama"), None, port, insecure, insecure))
 
 
 @pytest.mark.nightly

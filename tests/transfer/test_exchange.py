@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.secret import ClusterSecret
+from quire.cluster.secret import ClusterSecret, NoSecret
 from quire.kv.manager import KVCacheManager
 from quire.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
@@ -305,7 +305,9 @@ def test_completions_of_a_prompt_read_it_once(make_pair):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["unknown", "other prompt", "aborted", "no producer", "other facts", "other secret"])
+@pytest.mark.parametrize(
+    "case", ["unknown", "other prompt", "aborted", "no producer", "other facts", "other secret", "other secret: none"]
+)
 def test_what_does_not_come_is_computed(make_pair, be_impatient, case, caplog):
     options: dict[str, Any] = {}
     if not case.startswith("other "):
@@ -314,6 +316,8 @@ def test_what_does_not_come_is_computed(make_pair, be_impatient, case, caplog):
         options["facts"] = {"the model": "b"}
     if case == "other secret":
         options["secret"] = ClusterSecret(b"y" * 32)
+    if case == "other secret: none":
+        options["secret"] = NoSecret()
     pair = make_pair(**options)
     prompt = list(range(10, 50))
     pair.ask("a", prompt, at_producer=case not in ("unknown", "other prompt"))
@@ -328,7 +332,7 @@ def test_what_does_not_come_is_computed(make_pair, be_impatient, case, caplog):
     assert pair.consumer.cached["a"] < 36
     if case == "other facts":
         assert "the model is a there and b here" in caplog.text
-    if case == "other secret":
+    if case.startswith("other secret"):
         assert "same cluster_secret_file" in caplog.text
 
 

@@ -6,14 +6,16 @@ import itertools
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quire.cluster.secret import ClusterSecret
+from quire.cluster.secret import ClusterSecret, NoSecret, transfer_secret
 from quire.config.engine import ConfigError, EngineConfig
+from quire.config.kv_transfer import PRIVATE_NETWORKS
 from quire.kv.specs import CacheEntry
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Mesh
@@ -151,7 +153,7 @@ def test_a_connector_whose_library_is_missing(
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size divides"),
         ({"kv_compression": {"ratio": 2}}, "kv_compression gives blocks another meaning"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "drafters on"),
-        ({"data_parallel_size": 2}, "run a server for each replica"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "run a server on each machine"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes divides them"),
         ({"distributed_executor_backend": "ray"}, "Ray decides that"),
     ],
@@ -162,6 +164,45 @@ def test_options_that_exclude_each_other(secret_file: str, options: dict[str, An
         EngineConfig.create(**settings)
 
 
+def test_each_replica_of_a_producer_has_ports_of_its_own(secret_file: str) -> None:
+    config = EngineConfig.create(
+        kv_transfer_config={"kv_role": "kv_both", "kv_port": 20_000},
+        cluster_secret_file=secret_file,
+        tensor_parallel_size=2,
+        data_parallel_size=3,
+    )
+    options = [config.at_replica(replica).cache.transfer for replica in range(3)]
+    assert [option and option.kv_port for option in options] == [20_000, 20_003, 20_006]
+
+
 def test_a_consumer_may_have_replicas(secret_file: str) -> None:
     options = {"kv_transfer_config": {"kv_role": "kv_consumer"}, "data_parallel_size": 2}
     EngineConfig.create(cluster_secret_file=secret_file, **options)
+
+
+def test_the_configuration_for_nixl_of_vllm_is_accepted_as_it_is_if_the_operator_trusts_the_network() -> None:
+    given = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match="use insecure_transfers instead"):
+        EngineConfig.create(kv_transfer_config=given)
+    config = EngineConfig.create(kv_transfer_config=given, insecure_transfers=True)
+    transfer = config.cache.transfer
+    assert transfer is not None
+    assert transfer.produces
+    assert transfer.consumes
+    assert transfer.extra.producers == PRIVATE_NETWORKS
+    assert isinstance(transfer_secret(config), NoSecret)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"kv_ip": "192.168.1.5", "kv_connector_extra_config": {"producers": ["10.9.0.0/16", "fd00::/8"]}}, None),
+        ({"kv_connector_extra_config": {"producers": ["10.9.0.0/16", "100.64.0.0/10"]}}, "100.64.0.0/10"),
+        ({"kv_connector_extra_config": {"producers": ["0.0.0.0/0"]}}, "0.0.0.0/0"),
+        ({"kv_ip": "203.0.113.5"}, "kv_ip=203.0.113.5"),
+    ],
+)
+def test_transfers_without_a_secret_stay_in_private_networks(fields: dict[str, Any], refused: str | None) -> None:
+    expected = nullcontext() if refused is None else pytest.raises(ConfigError, match=f"and not with {refused};")
+    with expected:
+        EngineConfig.create(kv_transfer_config=fields, insecure_transfers=True)

@@ -58,9 +58,17 @@ def test_the_last_layer_is_narrowed(checkpoints):
     assert seen == [24, 7]
 
 
-@pytest.mark.parametrize(("moves", "kind"), [(True, ForwardKind.EAGER), (False, ForwardKind.CAPTURED)])
-def test_steps_are_not_captured_where_experts_move(moves, kind):
-    """A graph would go on with the tables of the experts' first places."""
+@pytest.mark.parametrize(
+    ("moves", "gpu", "kind"),
+    [
+        (True, True, ForwardKind.CAPTURED),
+        (False, True, ForwardKind.CAPTURED),
+        (True, False, ForwardKind.EAGER),
+        (False, False, ForwardKind.RECORDED),
+    ],
+)
+def test_graphs_contain_experts_that_move_and_recorded_steps_do_not(moves, gpu, kind):
+    """Graphs read the tables of the experts' places, which change in place. Recorded steps would keep the first."""
     config = EngineConfig.create(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=moves)
     group = Communicator(0, 2, capturable=True)
-    assert choose_forward(config, Mesh(size=2, tp=group, ep=group), gpu=True, backends=[])[0] is kind
+    assert choose_forward(config, Mesh(size=2, tp=group, ep=group), gpu=gpu, backends=[])[0] is kind

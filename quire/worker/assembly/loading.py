@@ -87,7 +87,10 @@ def load_rank(
     """
     started = time.perf_counter()
     lora = config.lora
-    slots = AdapterSlots(lora.max_loras, lora.max_lora_rank, lora.lora_target_modules) if lora.enable_lora else None
+    slots = None
+    if lora.enable_lora:
+        targets = lora.lora_target_modules
+        slots = AdapterSlots(lora.max_loras, lora.max_lora_rank, targets, mesh.dp.rank, mesh.dp.size)
     with memory.explained("the model's weights", device):
         load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
         loaded = load(slots)
