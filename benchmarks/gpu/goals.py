@@ -39,11 +39,13 @@ END = "<!-- end of goals -->"
 
 @dataclass(frozen=True)
 class Time:
-    """The launches of a step or of a part of it. seconds: of the model. ideal: of the roofline."""
+    """The launches of a step or of a part of it. seconds: of the model. ideal: of the roofline. moved: bytes between
+    memory and the chip."""
 
     launches: float
     seconds: float
     ideal: float
+    moved: float
 
     @property
     def share(self) -> float:
@@ -54,6 +56,7 @@ class Time:
             self.launches + times * other.launches,
             self.seconds + times * other.seconds,
             self.ideal + times * other.ideal,
+            self.moved + times * other.moved,
         )
 
 
@@ -61,7 +64,8 @@ def time_of(parts: Iterable[Work]) -> Time:
     rates = RATES[CARD]
     listed = list(parts)
     seconds = sum(estimate(work, rates).seconds for work in listed)
-    return Time(len(listed), seconds, sum(roofline(work, rates) for work in listed))
+    moved = sum(work.programs * work.moved for work in listed)
+    return Time(len(listed), seconds, sum(roofline(work, rates) for work in listed), moved)
 
 
 # ---- whole steps
@@ -228,13 +232,13 @@ def errors(names: tuple[str, ...]) -> str:
 
 def document(whole: dict[str, dict[str, Time]], parts: list[Part]) -> str:
     lines = [
-        "| weights | step | launches | expected, ms | roofline, ms | share (goal: 75 %) |",
-        "|---|---|---|---|---|---|",
+        "| weights | step | launches | GB moved | expected, ms | roofline, ms | share (goal: 75 %) |",
+        "|---|---|---|---|---|---|---|",
     ]
     for weights, found in whole.items():
         for name, time in found.items():
             share = f"{time.share:.0f} %" if time.share >= GOAL or "prompt" in name else f"**{time.share:.0f} %**"
-            times = f"{1e3 * time.seconds:.2f} | {1e3 * time.ideal:.2f}"
+            times = f"{time.moved / 1e9:.1f} | {1e3 * time.seconds:.2f} | {1e3 * time.ideal:.2f}"
             lines.append(f"| {weights} | {name} | {time.launches:.0f} | {times} | {share} |")
     lines += [
         "",
