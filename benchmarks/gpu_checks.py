@@ -22,7 +22,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.selection import BACKENDS
 from quire.ops import OPS, Target
 from quire.ops.reference.drafts import draft_seeds
-from quire.ops.reference.quantized import QuantizedMatrix, quantize
+from quire.ops.reference.quantized import QuantizedMatrix, RoundedRows, quantize
 from quire.worker.kv_memory import KVMemory
 
 Check = Callable[[], None]
@@ -34,7 +34,8 @@ def on_host(result: Any) -> tuple[Tensor, ...]:
     """Return a result's tensors, copied to the host for comparison. On a simulated device they arrive as zeros, so that
     every comparison runs there, too.
     """
-    return tuple(x.cpu() for x in (result if isinstance(result, tuple) else (result,)))
+    results = result if isinstance(result, tuple) else (result,)
+    return tuple((x.dequantize() if isinstance(x, RoundedRows) else x).cpu() for x in results)
 
 
 def assert_close(result: Any, expected: Any, dtype: torch.dtype) -> None:
@@ -63,10 +64,10 @@ def _check_op(name: str, implementation: Any, device: torch.device, dtype: torch
             differ = kept.isfinite() != expected_kept.isfinite()
             assert int(differ.sum()) <= len(kept), "more than the tokens at the bound differ"
             assert_close(kept[~differ], expected_kept[~differ], dtype)
-        elif "quantized" in name:  # rounds inputs to 8 bits
-            (product,), (expected_product,) = on_host(result), on_host(expected)
-            difference = (product - expected_product).float().norm()
-            assert difference <= 0.05 * expected_product.float().norm(), "the product differs by more than 5 %"
+        elif "quantized" in name or "round" in name:  # rounds to 8 bits
+            for found, exact in zip(on_host(result), on_host(expected), strict=True):
+                difference = (found - exact).float().norm()
+                assert difference <= 0.05 * exact.float().norm(), "the result differs by more than 5 %"
         else:
             assert_close(result, expected, dtype)
 
@@ -93,6 +94,29 @@ def _add_norms(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[
 def _gates(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
     for rows, half in ((1, 64), (9, 1000)) + ((256, 14_336),) * big:
         yield (_draw(device, dtype, rows, 2 * half),)
+
+
+def _rounded(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for code in (torch.int8, torch.float8_e4m3fn):
+        for rows, dim in ((1, 64), (7, 1000)) + ((300, 4096),) * big:
+            yield _draw(device, dtype, rows, dim), code
+
+
+def _rounded_norms(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for x, code in _rounded(device, dtype, big):
+        yield x, _draw(device, dtype, *x.shape), _draw(device, dtype, x.shape[1]), 1e-6, code
+
+
+def _products(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for rows in (1, 9, 16, 40):
+        weight = _draw(device, dtype, 8192 if big else 512, 512) / 512**0.5
+        yield _draw(device, dtype, rows, 512), weight, _draw(device, dtype, len(weight))
+
+
+def _partials(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for parts, tokens, heads, dim in ((2, 5, 4, 64), (8, 1, 3, 80)):
+        outs = _draw(device, dtype, parts, tokens, heads, dim)
+        yield outs, torch.randn(parts, tokens, heads, device=device), torch.randn(heads, device=device)
 
 
 def _rotary(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
@@ -174,8 +198,13 @@ def _kept(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple
 
 
 CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[tuple[Any, ...]]]] = {
+    "linear": _products,
     "rms_norm": _norms,
     "add_rms_norm": _add_norms,
+    "round_rows": _rounded,
+    "add_rms_norm_rounded": _rounded_norms,
+    "silu_and_mul_rounded": _rounded,
+    "merge_partials": _partials,
     "silu_and_mul": _gates,
     "gelu_and_mul": _gates,
     "swiglu_oai": _gates,

@@ -23,7 +23,7 @@ from quire.attention.selection import BACKENDS
 
 Figures = dict[str, Any]
 SHORT_GAP = 5.0  # microseconds
-LIBRARIES = ("flash-attn", "torch-varlen")  # attention backends for whole prompts
+LIBRARIES = ("flash-attn-3", "flash-attn-4", "flashinfer", "flash-attn", "torch-varlen")  # attention backends
 
 
 def write_shape(directory: Path, name: str) -> Path:
@@ -138,6 +138,12 @@ def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
     return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
 
 
+def _own_backend(shape: AttentionShape) -> AttentionBackend:
+    """Return the backend with Quire's own kernels."""
+    kind = next(kind for kind in BACKENDS if kind.name in ("triton", "cpu") and kind.unsupported(shape) is None)
+    return kind(shape)
+
+
 def decoding(
     device: torch.device,
     batch: int,
@@ -150,7 +156,7 @@ def decoding(
     """Return the bytes of keys and values read per second, for a new token of each of `batch` requests. Its kernels are
     appended to `kernels`."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
-    backend = BACKENDS[0](shape)
+    backend = _own_backend(shape)
     blocks = context // 16
     table = (1 + torch.randperm(batch * blocks)).view(batch, blocks).int().to(device)
     cache = _cache(backend, 1 + batch * blocks)
@@ -174,11 +180,11 @@ def prompts(
     dim: int = 128,
     kernels: list[Kernel] | None = None,
 ) -> Figures:
-    """Return floating-point operations per second over whole prompts: Quire's kernel on a paged cache, optional
-    libraries (quire/attention/varlen.py), and torch's scaled_dot_product_attention on plain tensors.
+    """Return floating-point operations per second over whole prompts: Quire's kernel on a paged cache, libraries that
+    are installed (LIBRARIES), and torch's scaled_dot_product_attention on plain tensors.
     """
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
-    backend = BACKENDS[0](shape)
+    backend = _own_backend(shape)
     blocks = length // 16
     table = (1 + torch.arange(batch * blocks)).view(batch, blocks).int().to(device)
     cache = _cache(backend, 1 + batch * blocks)
@@ -219,6 +225,31 @@ def _profile(run: Callable[[], object], kernels: list[Kernel] | None) -> None:
                 run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+
+
+# ---- products
+
+
+def products(device: torch.device, small: bool) -> Figures:
+    """Return the seconds of products with the weights of Llama-3.1-8B's first MLP layer: Quire's own kernels and those
+    of libraries, in bfloat16 and float8."""
+    from quire.ops.reference.quantized import QuantizedMatrix
+    from quire.ops.triton import linear
+
+    outs, ins = (1024, 512) if small else (28_672, 4096)
+    weight = torch.randn(outs, ins, device=device).bfloat16()
+    codes = weight.to(torch.float8_e4m3fn)
+    matrix = linear.pack(QuantizedMatrix(codes, torch.ones(outs, 1, device=device), ins, ins))
+    clock = Clock(device, is_cold=not small)
+    figures: Figures = {}
+    for rows in (1, 16, 32, 64, 256, 2048):
+        x = torch.randn(rows, ins, device=device).bfloat16()
+        rounded = linear.round_rows(x, codes.dtype)
+        figures[f"bf16, {rows} rows, own s"] = clock(partial(linear.linear_of_few_rows, x, weight, None))
+        figures[f"bf16, {rows} rows, library s"] = clock(partial(torch.nn.functional.linear, x, weight))
+        figures[f"fp8, {rows} rows, own s"] = clock(partial(linear.quantized_linear_triton, rounded, matrix, None))
+        figures[f"fp8, {rows} rows, library s"] = clock(partial(linear.scaled_mm, rounded, matrix, None))
+    return figures
 
 
 # ---- the engine

@@ -47,14 +47,15 @@ class Case:
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
     """Return the cases, most valuable first. Every model on every card with default options comes first. Next are
-    encoders, adapters, compressed caches, recurrent layers, an encoder-decoder, a vision model, context parallelism,
-    sparse attention and 4-bit tables on every card. Pairs of options follow.
+    float8 weights, encoders, adapters, compressed caches, recurrent layers, an encoder-decoder, a vision model, context
+    parallelism, sparse attention and 4-bit tables on every card. Pairs of options follow.
 
     On each card, every pair of values of two options occurs. Every value of every option occurs with every model on
     some card.
     """
     plain = [Case(card, model) for model in SERVED for card in cards]
     others = [
+        (Served("llama-3-8b"), (("quantization", "fp8"),)),
         (Served("bge-m3"), (("dtype", "float32"),)),
         (Served("modernbert"), ()),
         (Served("embedding-gemma"), ()),

@@ -230,6 +230,14 @@ class Contact:
         even = step_seconds(llm, [(long + short * (count - 1)) // count] * count, steps)
         return {"skewed step ms": 1e3 * skewed, "even step ms": 1e3 * even, "skewed / even": skewed / even}
 
+    def libraries(self) -> dict[str, Any]:
+        """Quire's own kernels beside those of libraries: products, and the attention of decoding and of prompts."""
+        import gpu_figures as figures
+
+        result = figures.products(self.device, self.few)
+        gpu_suite.tell(result)
+        return result | figures.attention(self.device, self.results.get("machine", {}), self.few)
+
     def tiles(self) -> dict[str, Any]:
         return gpu_suite._tiles(self.device, self.results, False)
 
@@ -338,6 +346,7 @@ def sections(contact: Contact) -> dict[str, Callable[[], dict[str, Any]]]:
         "two steps in flight": contact.greedy,
         "8B": contact.shapes,
         "fp8": partial(contact.shapes, "fp8"),
+        "libraries": contact.libraries,
         "tiles": contact.tiles,
         "two ranks": contact.two_ranks,
         "http": contact.http,

@@ -19,7 +19,7 @@ import torch
 EXPECTED = Path(__file__).resolve().parent.parent / "results" / "gpu-expected.json"
 PRODUCTS = "matrix products of torch"
 OTHERS = "other operations of torch"
-_PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas|^(addmm|mm|bmm|linear|matmul)$", re.IGNORECASE)
+_PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas|scaled_mm|^(addmm|mm|bmm|linear|matmul)$", re.IGNORECASE)
 _TRITON = re.compile(r"^(_\w+|\w+_kernel)$")
 _FREE_SIZES = "KEYS", "INS"  # constants of kernels that do not affect the grid
 

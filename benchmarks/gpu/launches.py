@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.gpu.attention_work import Item, plan_items
 from benchmarks.gpu.machine_code import Loop, MachineCode, read
 from benchmarks.gpu.model import WARP, Work, estimate, resident_programs
-from benchmarks.gpu.rates import SMALL_PRODUCT_SHARE, Rates
+from benchmarks.gpu.rates import PRODUCT_SHARE, Rates
 from benchmarks.gpu.tracing import Launch
 
 CHUNK = 4096  # bytes that a program of a simple kernel of torch moves
@@ -62,13 +62,8 @@ def plans_of(launches: Iterable[Launch]) -> dict[int, Launch]:
 def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
     """Return the kernels that a launch runs: none for an operation that only creates a view."""
     if launch.kernel is not None:
-        if "attend" in launch.name:
-            return [_attention(launch, rates, step)]
-        if launch.name == "merge_kernel":
-            return [_merging(launch, rates, step)]
-        if launch.name == "_product" and launch.arguments["FORM"] in _WHOLE and not launch.arguments["EXPERTS"]:
-            return [_product_of_few(launch, rates)]
-        return [_simple(launch, rates)]
+        is_overlapped = bool(getattr(launch.kernel.metadata, "launch_pdl", False))
+        return [replace(_of_triton(launch, rates, step), is_overlapped=is_overlapped)]
     if is_free(launch):
         return []
     if launch.name in _PRODUCTS:
@@ -81,6 +76,16 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
     moved = float(sum(x.numel() * x.element_size() for x in tensors))
     programs = max(1, math.ceil(moved / CHUNK))
     return [_placed(Work(launch.name.split(".")[1], programs, 8), moved, rates)]
+
+
+def _of_triton(launch: Launch, rates: Rates, step: Step) -> Work:
+    if "attend" in launch.name:
+        return _attention(launch, rates, step)
+    if launch.name == "merge_kernel":
+        return _merging(launch, rates, step)
+    if launch.name == "_product" and launch.arguments["FORM"] in _WHOLE and not launch.arguments["EXPERTS"]:
+        return _own_product(launch, rates)
+    return _simple(launch, rates)
 
 
 def is_free(launch: Launch) -> bool:
@@ -109,7 +114,7 @@ def library_product(rates: Rates, rows: int, outputs: int, inputs: int, size: in
     best: list[Work] = []
     shortest = math.inf
     for tile_rows, tile_outputs in TILES:
-        if tile_rows > 16 and tile_rows >= 2 * rows:
+        if tile_rows > 16 and tile_rows >= 2 * max(rows, 33):  # a tile of 64 rows suits 17 rows and more
             continue
         for splits in (1, 2, 3, 4, 6, 8, 12, 16):
             if splits > 1 and inputs / splits < 4 * STAGE:
@@ -144,10 +149,11 @@ def _product(
         moved=moved / programs,
         cached=(tile_rows + tile_outputs / sharers) * part * size + result,
         in_flight=(stages - 1) * stage,
-        products=tile_rows * tile_outputs * part * size,
+        products=2.0 * tile_rows * tile_outputs * part,
+        is_eight=size == 1,
         synchronous=synchronous,
         lanes=lanes,
-        memory_share=SMALL_PRODUCT_SHARE if rows < 64 else 1.0,
+        memory_share=PRODUCT_SHARE,
     )
     if splits == 1:
         return [work]
@@ -241,8 +247,9 @@ def _simple(launch: Launch, rates: Rates) -> Work:
     return _placed(replace(work, path=path), moved, rates)
 
 
-def _product_of_few(launch: Launch, rates: Rates) -> Work:
-    """Return the work of a product (quire/ops/triton/linear.py) whose rows fit in one tile."""
+def _own_product(launch: Launch, rates: Rates) -> Work:
+    """Return the work of a product with weights of whole bytes (quire/ops/triton/linear.py). Tiles of rows that follow
+    each other read the same weights."""
     code = read(launch.kernel)
     named = launch.arguments
     rows = named["rows"]
@@ -250,22 +257,25 @@ def _product_of_few(launch: Launch, rates: Rates) -> Work:
     steps = math.ceil(named["span"] / named["INS"])
     programs = math.prod(launch.grid)
     size = named["codes"].element_size()
+    row_size = named["x"].element_size()
     stage = outs * named["INS"] * size  # bytes of weights
-    buffers = code.shared // (stage + named["ROWS"] * named["INS"] * size)
+    buffers = code.shared // (stage + named["ROWS"] * named["INS"] * row_size)
     loop = _main_loop(code)
     parts = [(_outside(code), 1.0), (loop.instructions, float(steps))]
     synchronous = not code.products() & {"wgmma", "tcgen05"}
     weights = stage * steps
-    x = rows * named["INS"] * steps * size
-    result = rows * outs * named["out"].element_size()
+    tile_rows = min(rows, named["ROWS"])
+    x = tile_rows * named["INS"] * steps * row_size
+    result = tile_rows * outs * named["out"].element_size()
     return Work(
         f"_product {rows} x {named['ins']} x {named['outs']}",
         programs,
         max(1, code.programs(rates.card)),
-        moved=float(weights),
+        moved=float(weights) / named["tiles"],
         cached=float(weights + x + result),
-        in_flight=float((stage + rows * named["INS"] * size) * max(1, buffers - 1)),
-        products=named["ROWS"] * outs * named["INS"] * steps * named["x"].element_size(),
+        in_flight=float((stage + tile_rows * named["INS"] * row_size) * max(1, buffers - 1)),
+        products=2.0 * named["ROWS"] * outs * named["INS"] * steps,
+        is_eight=row_size == 1,
         synchronous=synchronous,
         path=sum(instructions.total() * times for instructions, times in parts),
         **_combined(parts, code.warps),

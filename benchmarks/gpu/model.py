@@ -33,13 +33,14 @@ class Work:
     """The work of a launch. All counts are averages per program. programs: the number of programs with work. resident:
     how many of them a processor can run at a time. longest: the longest program's work as a multiple of the average.
     moved: bytes between memory and the chip. cached: bytes loaded from or stored to the second-level cache or memory.
-    in_flight: the maximum of bytes requested but not yet received. products: operations of tensor cores. synchronous:
-    whether they are issued as mma.sync. Lanes: operations of single threads, by pipe: fma, alu, special, memory.
-    instructions: warp instructions in all pipes. shared: bytes of shared memory read and written. streams: independent
-    streams of instructions for each scheduler in one program; 0 if stations do not depend on each other. is_prefetched:
-    loads of later iterations are in flight while this one computes. is_persistent: programs take several tiles each,
-    and overlap the end of one with the start of the next. path: instructions that one warp executes in sequence while
-    the program waits for them. memory_share: of a simple kernel's bandwidth.
+    in_flight: the maximum of bytes requested but not yet received. products: operations of tensor cores. is_eight:
+    whether their inputs have 8 bits. synchronous: whether they are issued as mma.sync. Lanes: operations of single
+    threads, by pipe: fma, alu, special, memory. instructions: warp instructions in all pipes. shared: bytes of shared
+    memory read and written. streams: independent streams of instructions for each scheduler in one program; 0 if
+    stations do not depend on each other. is_prefetched: loads of later iterations are in flight while this one
+    computes. is_persistent: programs take several tiles each, and overlap the end of one with the start of the next.
+    path: instructions that one warp executes in sequence while the program waits for them. memory_share: of a simple
+    kernel's bandwidth. is_overlapped: the launch is hidden by the end of the kernel before it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Work:
     cached: float = 0.0
     in_flight: float = math.inf
     products: float = 0.0
+    is_eight: bool = False
     synchronous: bool = True
     lanes: dict[str, float] = field(default_factory=dict)
     instructions: float = 0.0
@@ -59,13 +61,13 @@ class Work:
     is_persistent: bool = False
     path: float = 0.0
     memory_share: float = 1.0
+    is_overlapped: bool = False
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """seconds: the time of a launch inside a graph. bound: the limiting part. share: the share of the roofline, which
-    is the larger of bytes / bandwidth and operations / tensor rate, both from the data sheet. parts: seconds that each
-    part would take alone.
+    """seconds: the time of a launch inside a graph. bound: the limiting part. share: of the roofline. parts: seconds
+    that each part would take alone.
     """
 
     name: str
@@ -92,7 +94,8 @@ def queueing(demands: list[float], streams: float) -> float:
 def stations(work: Work, rates: Rates) -> dict[str, float]:
     """Return the clocks that one program needs at each station of a processor."""
     card = rates.card
-    tensor = rates.tensor / card.processors / rates.clock * (rates.synchronous if work.synchronous else 1.0)
+    share = rates.synchronous if work.synchronous else 1.0
+    tensor = rates.products(work.is_eight) / card.processors / rates.clock * share
     lanes = {"fma": rates.fma, "alu": rates.alu, "special": rates.special, "memory": LOAD_STORE_LANES}
     clocks = {name: count / lanes[name] for name, count in work.lanes.items()}
     clocks["tensor"] = work.products / tensor
@@ -109,8 +112,14 @@ def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str
     total = max(queueing(list(clocks.values()), work.streams * resident), issue)
     clocks["issue"] = issue
     tensor_share = clocks.get("tensor", 0.0) * (rates.synchronous if work.synchronous else 1.0) / total
-    clock = rates.clock * (1 - (1 - rates.sustained) * tensor_share)
+    sustained = rates.sustained_eight if work.is_eight else rates.sustained
+    clock = rates.clock * (1 - (1 - sustained) * tensor_share)
     return total / clock, {name: count / clock for name, count in clocks.items()}
+
+
+def roofline(work: Work, rates: Rates) -> float:
+    """Return the larger of bytes / bandwidth and operations / tensor rate in seconds, both from the data sheet."""
+    return work.programs * max(work.moved / rates.bandwidth, work.products / rates.products(work.is_eight))
 
 
 def estimate(work: Work, rates: Rates) -> Estimate:
@@ -122,7 +131,8 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     if work.is_persistent:
         waves = work.programs / slots
         rest = 0
-    parts: dict[str, float] = {"launch": LAUNCH, "memory": 0.0, "latency": 0.0, "compute": 0.0, "tail": 0.0}
+    launch = 0.0 if work.is_overlapped else LAUNCH
+    parts: dict[str, float] = {"launch": launch, "memory": 0.0, "latency": 0.0, "compute": 0.0, "tail": 0.0}
 
     def wave(programs: int, at_once: int) -> float:
         """Return the seconds of programs that start together."""
@@ -161,9 +171,8 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     parts["l2"] = work.programs * work.cached / rates.l2_bandwidth
     if math.isfinite(work.in_flight):
         parts["latency"] = max(work.cached, work.moved) / work.in_flight * MEMORY_LATENCY * max(1.0, share_of_wave)
-    seconds = body + LAUNCH
-    ideal = max(work.programs * work.moved / rates.bandwidth, work.programs * work.products / rates.tensor)
-    return Estimate(work.name, seconds, _bound(parts, seconds), ideal / seconds, parts)
+    seconds = body + launch
+    return Estimate(work.name, seconds, _bound(parts, seconds), roofline(work, rates) / seconds, parts)
 
 
 def _alone(work: Work, rates: Rates) -> float:

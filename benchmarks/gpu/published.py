@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from benchmarks.gpu.launches import library_product
 from benchmarks.gpu.model import WARP, Estimate, Work, estimate, resident_programs
 from benchmarks.gpu.rates import RATES
+from quire.planner.devices import DEVICES
 
 FA2 = "FlashAttention-2, arXiv:2307.08691"
 FA3 = "FlashAttention-3, arXiv:2407.08608, figure 5"
@@ -147,8 +148,54 @@ EVENTS = 5e-6  # added by events around one launch: 256 cubed takes 8.2 µs in t
 MATMUL_TILES = ((128, 256), (256, 128), (128, 128), (128, 192), (192, 128), (64, 256))
 
 
-def _kernels() -> list[Published]:
+# Products of libraries on H100: bytes of an input, outputs, inputs, source, and TFLOP/s by the number of rows. Those of
+# vLLM's pulls repeat a CUDA graph, so weights that fit into the second-level cache stay there. These are left out.
+_GEMMA = "vLLM pull 49363"
+_LIBRARY = (
+    (2, 6144, 4096, "vLLM pull 17126 (card: by speed)", {1: 2.51, 16: 39.1, 64: 160.6, 128: 307.9, 256: 544.3}),
+    (2, 12_288, 5376, _GEMMA, {1: 2.87, 16: 46.5, 64: 182.6, 128: 352.6}),
+    (2, 43_008, 5376, _GEMMA, {1: 3.07, 16: 48.3, 64: 188.0, 128: 364.7, 256: 593.3}),
+    (2, 2112, 7168, "vLLM pull 23280", {256: 401.9, 512: 566.3, 1024: 619.8, 2048: 648.2, 4096: 715.8}),
+    (1, 12_288, 5376, _GEMMA, {1: 5.16, 16: 83.1, 64: 318.4, 128: 581.8}),
+    (1, 43_008, 5376, _GEMMA, {1: 6.08, 16: 94.0, 64: 356.7, 128: 647.3}),
+)  # fmt: skip
+_DEEPGEMM = (  # rows, outputs, inputs, µs; H800, whose processors and memory are those of an H100
+    (64, 7168, 16_384, 44.7),
+    (128, 7168, 16_384, 46.6),
+    (128, 4096, 7168, 14.1),
+    (4096, 2112, 7168, 117.2),
+    (4096, 24_576, 1536, 312.4),
+    (4096, 4096, 7168, 184.4),
+    (4096, 7168, 16_384, 708.4),
+)
+
+
+def _library(name: str, sizes: tuple[int, int, int], size: int, seconds: float, source: str) -> Published:
+    """Return a product of a library. sizes: rows, outputs, inputs. size: bytes of an input."""
+    rows, outputs, inputs = sizes
+    work, *others = library_product(RATES["H100"], rows, outputs, inputs, size)
+    flops = 2.0 * rows * outputs * inputs
+    shape = f"{rows} x {outputs} x {inputs}"
+    return Published(
+        f"{name}, {shape}", "H100", work, flops, flops / seconds, source, others=tuple((w, 1.0) for w in others)
+    )
+
+
+def _products() -> list[Published]:
     found = []
+    for size, outputs, inputs, source, speeds in _LIBRARY:
+        for rows, speed in speeds.items():
+            seconds = 2.0 * rows * outputs * inputs / speed / 1e12
+            name = "cuBLAS, bf16" if size == 2 else "CUTLASS, fp8"
+            found.append(_library(name, (rows, outputs, inputs), size, seconds, source))
+    for rows, outputs, inputs, duration in _DEEPGEMM:
+        source = "DeepGEMM, README of the first version"
+        found.append(_library("DeepGEMM, fp8", (rows, outputs, inputs), 1, duration * 1e-6, source))
+    return found
+
+
+def _kernels() -> list[Published]:
+    found = _products()
     for (dim, causal), speeds in FA3_SPEEDS.items():
         for length, (second, third) in speeds.items():
             batch = 16384 // length
@@ -270,6 +317,47 @@ def _kernels() -> list[Published]:
 KERNELS = _kernels()
 
 
+# ---- sums over ranks through torch's symmetric memory
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A measured all-reduce. kind: two-shot, or multimem (NVLink SHARP). size: bytes of the tensor."""
+
+    kind: str
+    ranks: int
+    size: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.size / 2**20:g} MiB"
+
+    @property
+    def predicted(self) -> float:
+        """Return the bytes that cross a rank's links, divided by their speed, and the latency of the exchanges. The
+        latencies and the shares of NVLink 4 fit vLLM's pull 42324 (8 ranks of compute capability 9.0, 0.5 to 128 MiB).
+        """
+        share = 1 / self.ranks
+        copies, link_share, latency = {
+            "two-shot": (2 * (1 - share), 0.57, 11.4e-6),
+            "multimem": (1 + share, 0.53, 8.5e-6),
+        }[self.kind]
+        return latency + copies * self.size / (link_share * DEVICES["H100"].link)
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.seconds - 1
+
+
+SUMS = (  # vLLM pull 24111
+    Sum("two-shot", 6, 2**19, 17e-6),
+    Sum("two-shot", 6, 2**22, 41e-6),
+    Sum("multimem", 6, 2**19, 13e-6),
+    Sum("multimem", 6, 2**22, 31e-6),
+)
+
+
 def main() -> None:
     print(f"{'kernel':62} {'card':5} {'published':>11} {'predicted':>11} {'error':>7}  bound")
     for kernel in KERNELS:
@@ -280,6 +368,8 @@ def main() -> None:
             f"{kernel.error():+6.0%}  {found.bound}"
         )
     errors = [abs(kernel.error()) for kernel in KERNELS]
+    for found in SUMS:
+        print(f"{found.name:68} {found.seconds * 1e6:8.1f} µs {found.predicted * 1e6:8.1f} µs {found.error:+6.0%}")
     print(
         f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %; mean {sum(errors) / len(errors):.0%}"
     )

@@ -27,11 +27,12 @@ class Launch:
 @dataclass
 class TracedStandIn(plain.SimulatedGpu):
     """compilations: one line for each kernel that Triton compiled or read from its cache. launches: filled within
-    `traced`.
+    `traced`. traces_graphs: whether the launches of replayed graphs are recorded. If so, graphs keep all their tensors.
     """
 
     compilations: list[str] = field(default_factory=list)
     launches: list[Launch] | None = None
+    traces_graphs: bool = True
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[list[Launch]]:
@@ -64,7 +65,7 @@ class _TracedGraph(Graph):
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         super().capture_begin(*args, **kwargs)
         self._before = self._device.launches
-        self._device.launches = self._launches
+        self._device.launches = self._launches if self._device.traces_graphs else None
 
     def capture_end(self) -> None:
         self._device.launches = self._before

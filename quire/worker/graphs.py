@@ -202,26 +202,30 @@ class CapturedForward(Forward):
 
     @torch.inference_mode()
     def trial(self) -> int:
-        """Capture three sizes as a trial, without keeping them. Returns an estimate of the bytes that the graphs of all
+        """Capture some sizes as a trial, without keeping them. Returns an estimate of the bytes that the graphs of all
         sizes need. All ranks call this together.
 
-        The first graph, the largest, allocates the memory that all of them share. Each further graph adds its result,
-        which grows with its tokens, and a fixed part: those of the second one and of the smallest one are measured.
+        The largest graphs with each number of tokens per request allocate the memory that all graphs share: that of
+        tensors within a step. The partial results of divided attention are among them, and depend on this number rather
+        than on the tokens of the step. Each further graph adds its result, which grows with its tokens, and a fixed
+        part: those of the largest and of the smallest one are measured.
         """
         device = self.staging.device.torch_device
         free = [_free_memory(device)]
         sizes = self._all_sizes()
+        largest = sorted({size.tokens_per_request: size for size in reversed(sizes)}.values(), reverse=True)
+        further = [size for size in sizes if size not in largest]
         with _no_collection(), self._without_layer_marks(), contextlib.suppress(Exception):  # capture() reports it
-            for size in [*sizes[:2], *sizes[2:][-1:]]:
+            for size in [*largest, *further[:1], *further[1:][-1:]]:
                 self._capture([size])
                 free.append(_free_memory(device))
         self._forget_graphs()
         drops = [max(0, before - after) for before, after in itertools.pairwise(free)]
-        if len(drops) < 3:
+        if len(drops) < len(largest) + 2:
             return sum(drops)
-        first, second, smallest = drops
-        growing = max(0, second - smallest)
-        return first + sum(smallest + growing * size.tokens // sizes[1].tokens for size in sizes[1:])
+        *shared, most, least = drops
+        growing = max(0, most - least)
+        return sum(shared) + sum(least + growing * size.tokens // further[0].tokens for size in further)
 
     def _all_sizes(self) -> list[StepSize]:
         """Return the sizes to capture, the largest first."""

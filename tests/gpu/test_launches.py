@@ -83,3 +83,25 @@ def test_no_kernel_contains_float64(traced):
 def test_another_number_of_requests_compiles_no_small_kernel(traced):
     small = ("_flat_batch", "_append_tokens", "_gather", "_merge", "_rms_norm", "_add_rms_norm", "_gate")
     assert [line for line in traced["compiled"] if line.startswith(small)] == []
+
+
+def test_a_layer_of_llama_in_float8_launches_eleven_kernels_at_most():
+    """The norm, rounding and activation before a product write its inputs in 8 bits, and no kernel adds parts."""
+    printed = run_on_stand_in("""
+        import json
+        import tempfile
+        from pathlib import Path
+        from benchmarks.gpu import goals
+        from benchmarks.gpu.shapes import FORMATS, SHAPES, write_config
+        from quire import LLM
+        counts = []
+        for layers in (1, 2):
+            config = {**SHAPES["llama-3-8b"], "num_hidden_layers": layers, "quantization_config": FORMATS["fp8"]}
+            with tempfile.TemporaryDirectory() as folder:
+                path = write_config(Path(folder), config)
+                llm = LLM(str(path), load_format="dummy", device="cuda", enforce_eager=True)
+            counts.append([len(goals.decoding(device, llm, requests, 64)) for requests in (1, 32)])
+        print(json.dumps(counts))
+    """)
+    one, two = json.loads(printed.splitlines()[-1])
+    assert [b - a for a, b in zip(one, two, strict=True)] == [11, 11]

@@ -14,7 +14,7 @@ from quire.attention.triton.select import CELLS as _CELLS
 from quire.attention.triton.select import select
 from quire.ops.triton.attention import attend_kernel, prepare_kernel, store_kernel
 from quire.ops.triton.attention_work import merge_kernel, plan_kernel
-from quire.ops.triton.targets import INTERPRETED, overlaps_launches, precision
+from quire.ops.triton.targets import INTERPRETED, overlap, precision
 from quire.platform.gpu.cards import card_of
 
 _MOST_PARTS = 128  # of the keys of a tile
@@ -73,9 +73,7 @@ class TritonAttention(PreparingBackend):
         self._rest = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
         self._card = card_of(shape.device)
         self._tiles = choose_tiles(self._card, shape)
-        self._launch: dict[str, bool] = {}  # options of launches that may overlap with the one before
-        if overlaps_launches(self._card):
-            self._launch["launch_pdl"] = True
+        self._launch = overlap(shape.device)  # of launches that may overlap with the one before
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:

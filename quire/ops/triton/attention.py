@@ -13,10 +13,10 @@ computes what, and merges the parts.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.triton.float8 import from_float8, to_float8
 from quire.ops.triton.linear_kernels import multiplied
+from quire.ops.triton.targets import wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -134,9 +134,7 @@ def prepare_kernel(
 ):
     """One program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are
     stored in the cache. OVERLAPPED: see targets.overlaps_launches."""
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -312,9 +310,7 @@ def attend_kernel(
     whether the table lists the slot of each key instead of blocks. BIASED: whether `bias`, indexed by the distance of a
     key up to `reach`, is added to the scores. OVERLAPPED: see targets.overlaps_launches.
     """
-    if OVERLAPPED:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAPPED)
     index = tl.program_id(0)
     parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // parts

@@ -17,7 +17,8 @@ prompt, which see the most keys, start first. The request of an unused item is -
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+
+from quire.ops.triton.targets import wait_for_previous
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -142,8 +143,7 @@ def merge_kernel(
     """Programs share the tokens of all divided tiles, for one head each. A program adds up at most MOST partial
     results, weighted by their sums. Partial results are [items, tokens of a tile, heads, DIM]. OVERLAPPED: see
     targets.overlaps_launches."""
-    if OVERLAPPED:
-        gdc_wait()
+    wait_for_previous(OVERLAPPED)
     head = tl.program_id(1)
     merges = plan + (1 + items) * 4
     every = tl.arange(0, MOST)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference import elementwise as reference
-from quire.ops.triton.targets import on_gpu
+from quire.ops.triton.targets import on_gpu, overlap, wait_for_previous
 
 
 @triton.jit
@@ -33,8 +33,20 @@ def norm_of_sum(x, residual, weight, columns, dim, eps, WIDE_WEIGHT: tl.constexp
 
 @triton.jit
 def _rms_norm(
-    x, weight, out, inner, outer_stride, inner_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    out,
+    inner,
+    outer_stride,
+    inner_stride,
+    dim,
+    eps,
+    WIDE_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    """One program for each row, as in the other kernels. OVERLAPPED: see targets.overlaps_launches."""
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
@@ -53,6 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         block = triton.next_power_of_2(dim)
+        overlapped = overlap(x.device)
         _rms_norm[(outer * inner,)](
             rows,
             weight,
@@ -64,16 +77,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             eps,
             weight.dtype is not x.dtype,
             block,
+            bool(overlapped),
             num_warps=warps_of(block),
             enable_fp_fusion=True,
+            **overlapped,
         )
     return out
 
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, x_stride, residual_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    x_stride,
+    residual_stride,
+    dim,
+    eps,
+    WIDE_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x += row * x_stride
@@ -89,6 +114,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     rows, dim = x.shape
     if rows:
         block = triton.next_power_of_2(dim)
+        overlapped = overlap(x.device)
         _add_rms_norm[(rows,)](
             x,
             residual,
@@ -99,8 +125,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             eps,
             weight.dtype is not x.dtype,
             block,
+            bool(overlapped),
             num_warps=warps_of(block),
             enable_fp_fusion=True,
+            **overlapped,
         )
     return x, residual
 
@@ -145,7 +173,8 @@ def gated(gates, up, alpha, limit, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr):
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < half
@@ -163,8 +192,9 @@ def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tens
     out = x.new_empty(rows, half)
     if out.numel():
         block = min(1024, triton.next_power_of_2(half))
+        overlapped = overlap(x.device)
         _gate[(rows, triton.cdiv(half, block))](
-            x, out, x.stride(0), half, alpha, limit, kind, block, enable_fp_fusion=True
+            x, out, x.stride(0), half, alpha, limit, kind, block, bool(overlapped), enable_fp_fusion=True, **overlapped
         )
     return out
 

@@ -29,7 +29,7 @@ from quire.ops.triton.float8 import converts_float8
 from quire.ops.triton.linear_kernels import _product, _total
 from quire.ops.triton.packed import PackedMatrix, pack, words_of
 from quire.ops.triton.rounding import round_rows
-from quire.ops.triton.targets import on_gpu, on_gpu_in_any_batch, precision
+from quire.ops.triton.targets import on_gpu, on_gpu_in_any_batch, overlap, precision
 from quire.ops.triton.tiles import suits_few_rows, tile_of
 from quire.platform.gpu.cards import card_of
 
@@ -93,12 +93,16 @@ def quantized_linear_scaled_mm(x: Tensor | RoundedRows, weight: QuantizedMatrix,
     )
     if not scaled:
         return _quantized(x, packed, bias, None, False)
-    rows = x if isinstance(x, RoundedRows) else round_rows(x, packed.codes.dtype)
+    return scaled_mm(x if isinstance(x, RoundedRows) else round_rows(x, packed.codes.dtype), packed, bias)
+
+
+def scaled_mm(rows: RoundedRows, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Return torch's product of float8. weight: with one scale for each output."""
     return torch._scaled_mm(
         rows.codes,
-        packed.codes.t(),
+        weight.codes.t(),
         scale_a=rows.scales[:, None],
-        scale_b=packed.scales.t().float(),
+        scale_b=weight.scales.t().float(),
         bias=bias,
         out_dtype=rows.dtype,
     )
@@ -229,6 +233,7 @@ def _launch(
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
     is_native = converts_float8(x.device)
     has_ptx = card.backend == "cuda" and dtype is not torch.float32
+    overlapped = overlap(x.device)
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts,
         x,
@@ -269,14 +274,16 @@ def _launch(
         tile.outs,
         step,
         precision(dtype),
+        bool(overlapped),
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=True,
+        **overlapped,
         **(card.most_registers(tile.warps, tile.programs) if offsets is not None or table else {}),
     )
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](
-            out, parts, rows, outs, splits, 512, num_warps=2, enable_fp_fusion=True
+            out, parts, rows, outs, splits, 512, bool(overlapped), num_warps=2, enable_fp_fusion=True, **overlapped
         )
     return out
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from quire.ops.triton.targets import wait_for_previous
 from quire.ops.triton.weights import group_of_quarter, weights_of
 
 
@@ -99,6 +100,7 @@ def _product(
     OUTS: tl.constexpr,
     INS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` of the `length` words in
     each row of weights. A word is an element, or four codes of 4 bits. The results are written to the part of `out` for
@@ -109,7 +111,9 @@ def _product(
     "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share a scale;
     "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of GROUP
     inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA cards may be used.
+    OVERLAPPED: see targets.overlaps_launches.
     """
+    wait_for_previous(OVERLAPPED)
     neighbours: tl.constexpr = 8  # this many tiles of rows read the same weights in turn, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
     first_tile = tl.program_id(0) // (neighbours * blocks) * neighbours
@@ -231,8 +235,9 @@ def _product(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr):
+def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr):
     """Add the parts of a product, in order. Each has rows * outs elements, like `out`."""
+    wait_for_previous(OVERLAPPED)
     size = rows * outs
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

@@ -9,7 +9,7 @@ from quire.ops.reference import quantized as reference
 from quire.ops.reference.quantized import RoundedRows
 from quire.ops.triton.elementwise import gated, norm_of_sum, warps_of
 from quire.ops.triton.float8 import converts_float8, to_float8
-from quire.ops.triton.targets import on_gpu
+from quire.ops.triton.targets import on_gpu, overlap, wait_for_previous
 
 
 @triton.jit
@@ -28,8 +28,20 @@ def _store(wide, codes, scales, row, columns, dim, FLOAT8: tl.constexpr, NATIVE:
 
 
 @triton.jit
-def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for each row, as in the other kernels. BLOCK: at least ins."""
+def _rounded(
+    x,
+    codes,
+    scales,
+    ins,
+    stride,
+    FLOAT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """One program for each row, as in the other kernels. BLOCK: at least ins. OVERLAPPED: see
+    targets.overlaps_launches."""
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     wide = tl.load(x + row * stride + at, mask=at < ins, other=0.0).to(tl.float32)
@@ -51,7 +63,9 @@ def _add_rms_norm_rounded(
     FLOAT8: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     normed = norm_of_sum(x + row * x_stride, residual + row * residual_stride, weight, columns, dim, eps, WIDE_WEIGHT)
@@ -60,8 +74,17 @@ def _add_rms_norm_rounded(
 
 @triton.jit
 def _silu_and_mul_rounded(
-    x, codes, scales, stride, half, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    codes,
+    scales,
+    stride,
+    half,
+    FLOAT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_previous(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < half
@@ -85,6 +108,7 @@ def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
     made, stored = _empty(x, ins, code)
     if rows:
         block = triton.next_power_of_2(ins)
+        overlapped = overlap(x.device)
         _rounded[(rows,)](
             x,
             stored,
@@ -94,8 +118,10 @@ def round_rows(x: Tensor, code: torch.dtype) -> RoundedRows:
             code.is_floating_point,
             converts_float8(x.device),
             block,
+            bool(overlapped),
             num_warps=min(max(block // 1024, 1), 16),
             enable_fp_fusion=True,
+            **overlapped,
         )
     return made
 
@@ -111,6 +137,7 @@ def add_rms_norm_rounded(
     made, stored = _empty(x, dim, code)
     if rows:
         block = triton.next_power_of_2(dim)
+        overlapped = overlap(x.device)
         _add_rms_norm_rounded[(rows,)](
             x,
             residual,
@@ -125,8 +152,10 @@ def add_rms_norm_rounded(
             code.is_floating_point,
             converts_float8(x.device),
             block,
+            bool(overlapped),
             num_warps=warps_of(block),
             enable_fp_fusion=True,
+            **overlapped,
         )
     return made, residual
 
@@ -139,6 +168,7 @@ def silu_and_mul_rounded(x: Tensor, code: torch.dtype) -> RoundedRows:
     made, stored = _empty(x, half, code)
     if rows:
         block = triton.next_power_of_2(half)
+        overlapped = overlap(x.device)
         _silu_and_mul_rounded[(rows,)](
             x,
             stored,
@@ -148,7 +178,9 @@ def silu_and_mul_rounded(x: Tensor, code: torch.dtype) -> RoundedRows:
             code.is_floating_point,
             converts_float8(x.device),
             block,
+            bool(overlapped),
             num_warps=min(max(block // 512, 1), 16),
             enable_fp_fusion=True,
+            **overlapped,
         )
     return made

@@ -12,7 +12,8 @@ class Tile:
     rows, outs: the size of its results. ins: words of a row of weights that a step of its loop loads; a word is an
     element, or four codes of 4 bits. stages: the number of steps whose loads are in flight. programs: the number of
     programs for which a multiprocessor has registers (for the kinds "offsets" and "table"). splits: parts of the
-    inputs, each computed by a separate program.
+    inputs, each computed by a separate program. busy: the share of multiprocessors that suffices to read weights at the
+    memory's bandwidth.
     """
 
     rows: int
@@ -22,12 +23,13 @@ class Tile:
     stages: int
     programs: int = 1
     splits: int = 1
+    busy: float = 15 / 16
 
 
 # By the kind of weight and the rows of a tile. The kinds are "dense" (experts), "float32", "int8" and "float8" (8-bit
 # products), "wide" (dequantized from 8 bits), "four" (four bits), "offsets" (four bits with offsets) and "table" (four
 # bits that index a table).
-# The first tile that gives each multiprocessor a program is used, or else the last.
+# The first tile that gives enough multiprocessors a program is used, or else the last, with splits.
 # With up to 16 rows, weights must be loaded at the memory's full bandwidth: an H100 needs about 20 KB in flight for
 # each multiprocessor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
 # Results of compilation (Triton 3.9, bfloat16, groups of 128; no spills, weights and inputs loaded 16 bytes at a time):
@@ -53,8 +55,8 @@ _TILES = {
     ("int8", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 256, 2, 4)),
     ("int8", 64): (Tile(64, 64, 128, 4, 4),),
     ("int8", 128): (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 4, 3)),
-    ("float8", 16): (Tile(16, 64, 128, 4, 4),),
-    ("float8", 32): (Tile(32, 64, 128, 4, 4),),
+    ("float8", 16): (Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 4, 6, busy=0.45)),
+    ("float8", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 64, 256, 4, 5, busy=0.45)),
     ("float8", 64): (Tile(64, 64, 128, 4, 4),),
     ("float8", 128): (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 4, 3)),
     ("wide", 16): (Tile(16, 32, 128, 2, 7),),
@@ -80,7 +82,10 @@ _TILES = {
 }
 # Other tiles on cards whose tensor cores read operands from registers (mma.sync). There 128 outputs of 128 rows would
 # need all 255 registers for sums and for products of one group, and cause spills.
-_REGISTERS = {(kind, 128): (Tile(128, 64, 32, 8, 3),) for kind in ("four", "table")}
+_REGISTERS = {(kind, 128): (Tile(128, 64, 32, 8, 3),) for kind in ("four", "table")} | {
+    ("float8", rows): (Tile(rows, 64, 128, 4, 4),)
+    for rows in (16, 32)  # others do not fit into 99 KiB
+}
 # Tiles of dense products with up to 8 and 16 rows ("few"), without splits, so no second kernel adds parts. At least 32
 # KB of weights are in flight for each program. A warp multiplies 16 outputs: with four warps, each weight would be read
 # from shared memory twice, and a B200 would wait for these reads.
@@ -121,12 +126,12 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
         return next(tile for limit, tile in _FEW_ROWS.items() if rows <= limit)
     key = kind, _STEPS.get(limit, 128)
     tiles = _TILES[key] if card.capability in (90, 100, 103) else _REGISTERS.get(key, _TILES[key])
-    enough = card.processors * 15 // 16
     at_once = min(experts, 4) if limit == min(_STEPS) else experts  # the number of experts that have rows
     if not limit:
         return _fitted(tiles[0], card, outs, 1)
-    tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
+    tile = next((t for t in tiles if -(-outs // t.outs) * at_once >= int(card.processors * t.busy)), tiles[-1])
     programs = -(-outs // tile.outs) * at_once
+    enough = int(card.processors * tile.busy)
     if kind == "table" and tile.rows <= 32:  # a warp's look-ups take longer than loading its weights
         enough *= 4
     splits = 1
