@@ -31,6 +31,7 @@ class ModelFacts:
     windows: bool = False
     chunks: bool = False
     alibi: bool = False
+    distance_biases: bool = False
     sinks: bool = False
     different_heads: bool = False
     shares_first_values: bool = False
@@ -245,6 +246,7 @@ LATENT = _model("latent attention", lambda m: m.latent)
 WINDOWS = _model("sliding windows below max_model_len", lambda m: m.windows)
 CHUNKS = _model("attention chunks", lambda m: m.chunks)
 ALIBI = _model("linear biases (ALiBi)", lambda m: m.alibi)
+DISTANCE_BIASES = _model("biases by distance", lambda m: m.distance_biases)
 SINKS = _model("learned attention sinks", lambda m: m.sinks)
 DIFFERENT_HEADS = _model("layers with different heads", lambda m: m.different_heads)
 SHARED_FIRST_VALUES = _model(

@@ -9,7 +9,7 @@ from quire.attention.base import AttentionBackend, Preparation, PreparingBackend
 from quire.layers.alibi import AlibiSlopes
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LayerPlace
 from quire.layers.build import Builder
-from quire.layers.distance_bias import distance_bias
+from quire.layers.distance_bias import distance_bias, root_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from quire.layers.norm import RMSNorm, make_norm
@@ -88,7 +88,11 @@ class Attention(CachedAttention):
         self.alibi = None
         if spec.alibi:
             self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder, self.scale if spec.alibi_unscaled else 1.0)
-        self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
+        self.bias: Tensor | None = None
+        if spec.buckets is not None:
+            self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads)
+        elif spec.root_reach:
+            self.bias = root_bias(builder, spec, share.heads)
         self.sinks = None
         if spec.sinks:
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)

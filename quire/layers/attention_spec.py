@@ -69,7 +69,8 @@ class AttentionSpec:
     ("separate", AFMoE; or "by_head", one number for each head, LFM3). is_causal: False for encoders, whose tokens also
     see later tokens and are not cached. key_bias: False if keys lack the bias of queries and values (Whisper).
     sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet). buckets: the buckets
-    of distances for which each head has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma
+    of distances for which each head has a learned bias on its scores (T5). root_reach: the largest distance in the
+    table of biases -slope * sqrt(distance); 0 for no such biases (Step 1). value_norm: the norm of each value (Gemma
     4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached keys and
     values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is less than
     head_dim; only for separate or concatenated tensors. value_scale: the factor of values (MiMo-V2). query_rank: the
@@ -101,6 +102,7 @@ class AttentionSpec:
     key_bias: bool = True
     sub_norm: NormSpec | None = None
     buckets: Buckets | None = None
+    root_reach: int = 0
     value_norm: NormSpec | None = None
     values_are_keys: bool = False
     source: int | None = None

@@ -24,6 +24,7 @@ def facts_of(spec: DecoderSpec, max_model_len: int, pools: bool = False) -> Mode
         windows=any(window is not None and window < max_model_len for window in spec.windows),
         chunks=any(chunk is not None and chunk < max_model_len for chunk in spec.chunks or ()),
         alibi=any(part.alibi for part in attention),
+        distance_biases=any(part.buckets is not None or part.root_reach for part in attention),
         sinks=any(part.sinks for part in attention),
         different_heads=len(set(spec.mixers)) > 1,
         shares_first_values=any(isinstance(part, RwkvSpec) for part in cached) or spec.per_layer is not None,

@@ -107,6 +107,7 @@ MODELS: dict[Feature, tuple[str, dict[str, Any]]] = {
     f.WINDOWS: ("mistral-window-20", {}),
     f.CHUNKS: ("llama4", {}),
     f.ALIBI: ("falcon-rw", {}),
+    f.DISTANCE_BIASES: ("step1", {}),
     f.SINKS: ("gpt_oss", {"max_model_len": 16}),
     f.DIFFERENT_HEADS: ("llama4", {"max_model_len": 16}),
     f.SHARED_FIRST_VALUES: ("rwkv7", {}),

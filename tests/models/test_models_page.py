@@ -149,6 +149,7 @@ PEOPLE_CALL_IT = {
     "mistral_large3": "Mistral Large 3 (text)",
     "mimo_v2": "MiMo-V2.5",
     "step3_text": "Step 3 (text)",
+    "step1": "Step 1",
 }
 
 OTHER_NAMES = {
@@ -201,6 +202,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("sinks", of_attention(lambda a: a.sinks)),
     ("sinks of latent attention", of_latents(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),
+    ("roots of distances", of_attention(lambda a: a.root_reach)),
     ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
     ("norms of values", of_attention(lambda a: a.value_norm)),
     ("gates of heads", of_attention(lambda a: a.output_gate == "by_head")),

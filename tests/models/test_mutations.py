@@ -127,6 +127,8 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("bloom", "no slopes", m.attention(alibi=False)),
     ("bloom", "scaled slopes", m.attention(alibi_unscaled=False)),
     ("mpt", "no slopes", m.attention(alibi=False)),
+    ("step1", "no roots of distances", m.attention(root_reach=0)),
+    ("step1", "roots of near distances only", m.attention(root_reach=20)),
     ("mpt-clipped", "usual scale", m.usual_scale),
     ("gpt2-scaled-by-layer", "same scale in all layers", m.decoder(score_scales=None)),
     ("ministral3", "no temperature", m.attention(temperature=None)),

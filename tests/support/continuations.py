@@ -36,6 +36,7 @@ OWN_MODELS = {
     "step3p5": "text_models.py",
     "muse_glimmer_text": "text_models.py",
     **dict.fromkeys(CHANGED, "stand_ins.py"),
+    "step1": "changed_attention.py",
 }
 Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and how many come before the first tie
 

@@ -33,6 +33,7 @@ CHANGED = {
     "mistral_large3": "mistral4",
     "mimo_v2": "mimo_v2_flash",
     "step3_text": "llama",
+    "step1": "llama",
 }
 # Further names of architectures that are the same as one that is compared
 SAME = {

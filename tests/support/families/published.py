@@ -274,4 +274,10 @@ PUBLISHED: dict[str, Variant] = {
             "adds": {"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 16, "layer_group_size": 2},
         },
     ),
+    "step1": ("step1", {"num_attention_heads": 6, "num_attention_groups": 2, "hidden_size": 48}, {}),
+    "step1-tied-biases": (
+        "step1",
+        {"num_attention_groups": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"seed": 1},
+    ),
 }
