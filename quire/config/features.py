@@ -28,6 +28,7 @@ class ModelFacts:
     recurrent: bool = False
     sparse: bool = False
     latent: bool = False
+    own_entries: bool = False
     windows: bool = False
     chunks: bool = False
     alibi: bool = False
@@ -243,6 +244,7 @@ NO_EXPERTS = _model("no experts", lambda m: m.has_no_experts)
 RECURRENT = _model("recurrent layers", lambda m: m.recurrent)
 SPARSE = _model("sparse attention", lambda m: m.sparse)
 LATENT = _model("latent attention", lambda m: m.latent)
+OWN_ENTRIES = _model("cache entries other than keys, values and latents", lambda m: m.own_entries)
 WINDOWS = _model("sliding windows below max_model_len", lambda m: m.windows)
 CHUNKS = _model("attention chunks", lambda m: m.chunks)
 ALIBI = _model("linear biases (ALiBi)", lambda m: m.alibi)

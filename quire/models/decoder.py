@@ -89,8 +89,8 @@ class LayerStack:
             scale = spec.score_scales[i] if spec.score_scales else 1.0
             source = getattr(spec.mixers[i], "source", None)
             kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
-            state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
-            place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
+            others = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross", "entries", "inputs"))
+            place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, *others)
             first = spec.first_use(i, own)
             if first < i:
                 self.layers.append(self.layers[first - own.start].again(spec, i, place))
@@ -180,7 +180,8 @@ class Decoder(LayerStack, Model):
         if spec.altup is not None:
             self.streams = Streams(builder, spec.altup, spec.hidden_size, names)
         elif spec.hyper is not None:
-            self.streams = HyperStreams(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names["hyper_head"])
+            head = names.get("hyper_head")
+            self.streams = HyperStreams(builder, spec.hyper, spec.hidden_size, spec.norm.eps, head)
         elif spec.cycles is not None:
             self.streams = CycleStates(builder, spec.hidden_size, names["first_low"])
         elif spec.residual == "blocks":

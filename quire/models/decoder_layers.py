@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention, EncoderAttention
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.block_attention import BlockAttention
 from quire.layers.build import Builder
+from quire.layers.compressed_attention import CompressedAttention
+from quire.layers.compressed_spec import CompressedAttentionSpec
 from quire.layers.cross_attention import CrossAttention
 from quire.layers.delta import DeltaNet
 from quire.layers.experts_apart import ExpertsApart
@@ -32,6 +35,8 @@ from quire.parallel.residual_stream import ResidualStream
 MIXERS: dict[type, Callable[..., Any]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    BlockAttentionSpec: BlockAttention,
+    CompressedAttentionSpec: CompressedAttention,
     MambaSpec: Mamba,
     Mamba2Spec: Mamba2,
     DeltaSpec: DeltaNet,
@@ -99,6 +104,8 @@ class DecoderLayer:
         """Return the part of the layer that reads the cache entry of this role, see CacheEntry."""
         if role == "cross":
             return self.cross
+        if role in ("entries", "entry_keys", "inputs"):
+            return self.mixer.of_role(role)
         return self.mixer.indexer if role == "indexer" else self.mixer
 
     def __call__(

@@ -7,7 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec
+from quire.layers.compressed_spec import CompressedAttentionSpec, CompressedEntriesSpec, CompressorInputsSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec, SkipSpec
 from quire.layers.state_spec import (
@@ -24,7 +25,18 @@ from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
-CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
+CompressedPart = CompressedAttentionSpec | CompressedEntriesSpec | CompressorInputsSpec
+CachedSpec = (
+    AttentionSpec
+    | LatentAttentionSpec
+    | BlockAttentionSpec
+    | CompressedPart
+    | MambaSpec
+    | Mamba2Spec
+    | DeltaSpec
+    | RwkvSpec
+    | ShortConvSpec
+)
 MixerSpec = CachedSpec | HybridSpec | SharedBlockSpec  # decoder_layers.MIXERS names the layer that implements each kind
 Residual = Literal[
     "sequential",
@@ -161,10 +173,13 @@ class DecoderSpec:
         return [part for part in self.parts_in(layer) if not isinstance(part, AttentionSpec) or part.source is None]
 
     def parts_in(self, layer: int) -> Sequence[CachedSpec]:
-        """Return the mixer of a layer, or both parts of a hybrid one or of one with a shared block."""
+        """Return the mixer of a layer, or the parts of a hybrid one, of one with a shared block, or of compressed
+        attention."""
         mixer = self.mixers[layer]
         if isinstance(mixer, HybridSpec | SharedBlockSpec):
             return mixer.attention, mixer.recurrent
+        if isinstance(mixer, CompressedAttentionSpec):
+            return mixer.parts
         return () if mixer is None else (mixer,)
 
     @property

@@ -104,6 +104,7 @@ MODELS: dict[Feature, tuple[str, dict[str, Any]]] = {
     f.NO_EXPERTS: ("llama", {}),
     f.RECURRENT: ("mamba2", {}),
     f.LATENT: ("deepseek_v3", {}),
+    f.OWN_ENTRIES: ("deepseek_v4", {}),
     f.WINDOWS: ("mistral-window-20", {}),
     f.CHUNKS: ("llama4", {}),
     f.ALIBI: ("falcon-rw", {}),

@@ -201,6 +201,12 @@ def bailing_hybrid(tensors: Tensors, config: Config) -> Tensors:
     return made
 
 
+def deepseek_v4(tensors: Tensors, config: Config) -> Tensors:
+    """transformers saves some tensors under names that no published checkpoint has."""
+    names = {r"^model\.": "", r"^embed_tokens": "embed", r"^hc_head\.hc_": "hc_head_"}
+    return renamed(tensors, names)
+
+
 LAYOUTS: dict[str, Callable[[Tensors, Config], Tensors]] = {
     "telechat": telechat2,
     "bailing_moe": bailing,
@@ -213,4 +219,5 @@ LAYOUTS: dict[str, Callable[[Tensors, Config], Tensors]] = {
     "mimo_v2": mimo_v2,
     "step3_text": step3,
     "bailing_hybrid": bailing_hybrid,
+    "deepseek_v4": deepseek_v4,
 }
