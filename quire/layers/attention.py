@@ -1,6 +1,7 @@
 """The attention layer: projections, norms and rotation around a paged attention backend."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,26 @@ class LowRankQueries:
     def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """x: [tokens, rank] -> [tokens, heads * head_dim]"""
         return self.project(self.norm(x), slots)
+
+
+class BlendGate(CachedAttention):
+    """Blends a layer's result with that of attention to the keys and values of another layer. name: of a weight for
+    each head."""
+
+    def __init__(self, builder: Builder, name: str, spec: AttentionSpec, heads: range) -> None:
+        own = slice(heads.start, heads.stop)
+        self.weight = builder.parameter(len(heads), spec.head_dim)
+        builder.part(f"{name}.weight", self.weight, (spec.num_heads, spec.head_dim), own)
+        self.bias = builder.parameter(len(heads))
+        builder.part(f"{name}.bias", self.bias, (spec.num_heads,), own)
+
+    def __call__(self, q: Tensor, out: Tensor, plan: Any, scale: float) -> Tensor:
+        """q: the queries, out: the layer's own result, [tokens, heads, head_dim] -> [tokens, heads, head_dim]"""
+        assert self.backend is not None, "bind the cache first"
+        assert self.cache is not None
+        other, _ = self.backend.attend(q, self.cache, plan, scale=scale, window=None)
+        share = torch.sigmoid((q * self.weight).sum(-1) + self.bias)[..., None]
+        return other * share + out * (1 - share)
 
 
 class Attention(CachedAttention):
@@ -98,6 +119,7 @@ class Attention(CachedAttention):
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
+        self.blend = BlendGate(builder, names["blend_gate"], spec, share.heads) if spec.blends else None
         self.preparing: PreparingBackend | None = None  # set if one pass can norm, rotate and store
 
     def _qk_norms(
@@ -163,6 +185,8 @@ class Attention(CachedAttention):
             sinks=self.sinks,
             bias=self.bias,
         )
+        if self.blend is not None and place.blended_group is not None:
+            out = self.blend(q, out, state.plans[place.blended_group], self.scale)
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))

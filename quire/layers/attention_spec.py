@@ -76,7 +76,9 @@ class AttentionSpec:
     4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached keys and
     values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is less than
     head_dim; only for separate or concatenated tensors. value_scale: the factor of values (MiMo-V2). query_rank: the
-    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3).
+    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3). blends: the layer
+    has gates by which its result is blended with that of attention to the keys and values of the layer `blended`; None
+    in the first pass through the layers, which has no such result (LoopCoder).
     """
 
     hidden_size: int
@@ -112,6 +114,8 @@ class AttentionSpec:
     value_scale: float = 1.0
     query_rank: int = 0
     query_norm: NormSpec | None = None
+    blends: bool = False
+    blended: int | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -344,7 +348,7 @@ class LayerPlace:
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
     state_group, cross_group, entries_group, inputs_group: the KV groups of its state, of its cross-attention, and of
-    its compressed entries and their inputs, if it has them.
+    its compressed entries and their inputs, if it has them. blended_group: that of AttentionSpec.blended.
     """
 
     kv_group: int
@@ -355,3 +359,4 @@ class LayerPlace:
     cross_group: int = 0
     entries_group: int = 0
     inputs_group: int = 0
+    blended_group: int | None = None

@@ -109,7 +109,7 @@ class BlockAttention(CachedAttention):
         blocks = -(-length // size)
         scores = scores.masked_fill(~visible[:, None], float("-inf"))
         padded = torch.nn.functional.pad(scores, (0, blocks * size - length), value=float("-inf"))
-        best = padded.unflatten(-1, (blocks, size)).amax(-1)  # [tokens, kv_heads, blocks]
+        best = padded.view(*scores.shape[:2], blocks, size).amax(-1)  # [tokens, kv_heads, blocks]
         last = (visible.sum(1) - 1) // size
         number = torch.arange(blocks, device=scores.device)
         is_local = (number > last[:, None] - self.spec.local_blocks) & (number <= last[:, None])

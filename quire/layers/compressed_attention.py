@@ -250,4 +250,5 @@ class Compressor:
         tables = angles.cos() * self.factor, angles.sin() * self.factor
         rest = self.dim - self.rope_dim
         turned, _ = self.kernels.rotary_embedding(made[..., rest:], made[..., rest:].clone(), *tables, True)
-        return self.kernels.join(made[..., :rest], turned)[:, 0]
+        rotated: Tensor = self.kernels.join(made[..., :rest], turned)
+        return rotated[:, 0]

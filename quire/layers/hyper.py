@@ -28,6 +28,9 @@ class WeightsOfStreams:
         builder.when_loaded(self._pack)
 
     def _pack(self) -> None:
+        streams = self.spec.streams
+        counts = [streams] * self.kinds + [streams**2] * (len(self.scale) - self.kinds)
+        self.factors = torch.cat([self.scale[i].repeat(count) for i, count in enumerate(counts)])
         pack = getattr(self.linear, "pack", None)
         self.packed = self.fn if pack is None else pack(self.fn)
 
@@ -36,12 +39,9 @@ class WeightsOfStreams:
         wide = x.float()
         size = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         outputs = self.linear(wide, self.packed, None) * size
-        streams = self.spec.streams
-        counts = [streams] * self.kinds + [streams**2] * (len(self.scale) - self.kinds)
-        repeats = torch.tensor(counts, device=self.scale.device)
-        outputs = outputs * self.scale.repeat_interleave(repeats, output_size=sum(counts)) + self.base
-        ends = self.kinds * streams
-        return torch.sigmoid(outputs[:, :ends]).view(len(x), self.kinds, streams), outputs[:, ends:]
+        outputs = outputs * self.factors + self.base
+        ends = self.kinds * self.spec.streams
+        return torch.sigmoid(outputs[:, :ends]).view(len(x), self.kinds, self.spec.streams), outputs[:, ends:]
 
     def sum(self, x: Tensor, weights: Tensor) -> Tensor:
         """x: [tokens, streams * hidden]; weights: [tokens, streams] -> [tokens, hidden]"""
@@ -118,6 +118,7 @@ class HyperStreams:
     def merge(self, streams: Tensor) -> Tensor:
         """streams: [tokens, streams * hidden] -> [tokens, hidden]"""
         if self.weights is None:
-            return streams.view(len(streams), self.count, -1).float().mean(1).to(streams.dtype)
+            by_stream = streams.view(len(streams), self.count, streams.shape[1] // self.count)
+            return by_stream.float().mean(1).to(streams.dtype)
         weights, _ = self.weights.of(streams)
         return self.weights.sum(streams, weights[:, 0])

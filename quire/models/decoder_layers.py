@@ -19,6 +19,7 @@ from quire.layers.experts_apart import ExpertsApart
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
+from quire.layers.lightning import Lightning
 from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
@@ -28,7 +29,7 @@ from quire.layers.per_layer import PerLayerBranch
 from quire.layers.rwkv import Rwkv
 from quire.layers.short_conv import ShortConv
 from quire.layers.specs import MLPSpec, MoESpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, LightningSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.spec import DecoderSpec
 from quire.parallel.residual_stream import ResidualStream
 
@@ -43,6 +44,7 @@ MIXERS: dict[type, Callable[..., Any]] = {
     HybridSpec: Hybrid,
     RwkvSpec: Rwkv,
     ShortConvSpec: ShortConv,
+    LightningSpec: Lightning,
 }
 
 
@@ -93,6 +95,7 @@ class DecoderLayer:
         assert isinstance(self.mixer, Attention), "only attention can share its weights"
         other = copy(self)
         other.mixer = copy(self.mixer)
+        other.mixer.blend = copy(self.mixer.blend)
         other.mixer.place = place
         other.take_place(spec, index)
         return other

@@ -10,6 +10,7 @@ from quire.layers.compressed_spec import CompressedAttentionSpec, CompressedEntr
 from quire.layers.specs import HyperSpec, MLPSpec, MoESpec, NormSpec
 from quire.layers.state_spec import (
     DeltaSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     RecurrentSpec,
@@ -224,6 +225,9 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
             + channels * (mixer.conv_width + mixer.bias + hidden)
             + (hidden * mixer.bias)
         )
+    if isinstance(mixer, LightningSpec):  # queries, keys, values, gates and results, and three norms
+        norms = values + 2 * mixer.key_dim * mixer.qk_norm
+        return 5 * hidden * values + 3 * values * mixer.bias + norms
     assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
     if mixer.projections == "kimi_whole":
@@ -253,6 +257,7 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     if mixer.qk_norm is not None:
         both = 2 if mixer.source is None else 1
         total += _norm(mixer.qk_norm, dim * (both if mixer.qk_norm_over == "head" else heads + kv_heads))
+    total += heads * (dim + 1) * mixer.blends
     return total + (heads if mixer.sinks else 0)
 
 

@@ -14,6 +14,7 @@ from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec
 from quire.layers.state_spec import (
     DeltaSpec,
     HybridSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     RecurrentSpec,
@@ -36,6 +37,7 @@ CachedSpec = (
     | DeltaSpec
     | RwkvSpec
     | ShortConvSpec
+    | LightningSpec
 )
 MixerSpec = CachedSpec | HybridSpec | SharedBlockSpec  # decoder_layers.MIXERS names the layer that implements each kind
 Residual = Literal[
@@ -188,8 +190,9 @@ class DecoderSpec:
         selection, or up to the last one that reads its keys and values, or the stream before it."""
         shared = {i for i, mixer in enumerate(self.mixers) if getattr(mixer, "shares_selection", False)}
         for layer, mixer in enumerate(self.mixers):
-            if isinstance(mixer, AttentionSpec) and mixer.source is not None:
-                shared.update(range(mixer.source + 1, layer + 1))
+            if isinstance(mixer, AttentionSpec):
+                for source in (mixer.source, mixer.blended):
+                    shared.update(range(layer + 1 if source is None else source + 1, layer + 1))
         for skip in self.skips:
             shared.update(range(skip.source + 1, skip.target + 1))
         starts = [layer for layer in range(self.num_layers) if layer not in shared]

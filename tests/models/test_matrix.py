@@ -54,6 +54,7 @@ UNDIVIDED = (
     "gemma3n",
     "gemma3n-other-sizes",
     "deepseek_v4",
+    "iquestloopcoder",
 )
 NAMES = [*(way.__name__ for way in WAYS), *RANKS, CONTEXTS]
 BY_NAME = {way.__name__: way for way in WAYS}

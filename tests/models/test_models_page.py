@@ -12,7 +12,7 @@ from quire.checkpoints.metadata import hf_config
 from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec
 from quire.layers.compressed_spec import CompressedEntriesSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
+from quire.layers.state_spec import DeltaSpec, LightningSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES
@@ -133,6 +133,7 @@ PEOPLE_CALL_IT = {
     "glm5_next_text": "GLM-5-Next (text)",
     "internlm3": "InternLM3",
     "iquestcoder": "IQuest-Coder",
+    "iquestloopcoder": "IQuest-LoopCoder",
     "orion": "Orion",
     "telechat3": "TeleChat3",
     "telechat": "TeleChat2",
@@ -144,6 +145,7 @@ PEOPLE_CALL_IT = {
     "param2moe": "Param-2",
     "chatglm": "ChatGLM2, ChatGLM3, GLM-4-9B",
     "bailing_hybrid": "Ling 3",
+    "bailing_moe_linear": "Ling 2.5",
     "solar": "Solar Pro",
     "nemotron-nas": "DeciLM, Llama-Nemotron",
     "plamo3": "PLaMo 3",
@@ -201,6 +203,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("generalized delta rule", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
+    ("lightning attention", lambda s: any(isinstance(mixer, LightningSpec) for mixer in s.mixers)),
     ("short convolutions", lambda s: any(isinstance(mixer, ShortConvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
@@ -209,6 +212,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("sinks of latent attention", of_latents(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),
     ("roots of distances", of_attention(lambda a: a.root_reach)),
+    ("blended attention", of_attention(lambda a: a.blends)),
     ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
     ("norms of values", of_attention(lambda a: a.value_norm)),
     ("gates of heads", of_attention(lambda a: a.output_gate == "by_head")),

@@ -128,6 +128,8 @@ def model_class(kind: str) -> Any:
 
     import support.changed_attention
     import support.grouped_tokens
+    import support.lightning
+    import support.loops
     import support.rwkv7
     import support.stand_ins  # registers others
     import support.text_models  # noqa: F401  the same

@@ -37,6 +37,8 @@ OWN_MODELS = {
     "muse_glimmer_text": "text_models.py",
     **dict.fromkeys(CHANGED, "stand_ins.py"),
     "step1": "changed_attention.py",
+    "bailing_moe_linear": "lightning.py",
+    "iquestloopcoder": "loops.py",
     "deepseek_v4": "grouped_tokens.py",
     "minimax_m3_vl_text": "grouped_tokens.py",
     "glm5_next_text": "grouped_tokens.py",

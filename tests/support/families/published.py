@@ -23,6 +23,11 @@ _BLOCKS = [_block(2, 96), _block(4, 64), _block(None, 80), _block(None, None), _
 PUBLISHED: dict[str, Variant] = {
     "internlm3": ("internlm3", {"head_dim": 24}, {"adds": {"architectures": ["InternLM3ForCausalLM"]}}),
     "iquestcoder": ("iquestcoder", {"head_dim": 24}, {"adds": {"architectures": ["IQuestCoderForCausalLM"]}}),
+    "iquestloopcoder": (
+        "iquestloopcoder",
+        {"head_dim": 16, "loop_num": 3, "loop_window_size": 20},
+        {"hub_layout": True},
+    ),
     "orion": ("orion", {"rope_parameters": rope(10_000.0)}, {"old_rope": True}),
     "telechat3": ("telechat3", {"head_dim": 24, "rope_parameters": rope(1e6)}, {}),
     "telechat": ("telechat", {"num_key_value_heads": 4}, {"old_rope": True, "hub_layout": True}),
@@ -274,10 +279,43 @@ PUBLISHED: dict[str, Variant] = {
             "adds": {"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 16, "layer_group_size": 2},
         },
     ),
+    "bailing_moe_linear": (
+        "bailing_moe_linear",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "num_hidden_layers": 4,
+            "layer_group_size": 2,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "group_norm_size": 4,
+            "first_k_dense_replace": 1,
+            "rope_parameters": rope(10_000.0),
+        },
+        {
+            "old_rope": True,
+            "hub_layout": True,
+            "without": ["n_routed_experts", "n_shared_experts"],
+            "adds": {
+                "num_experts": 8,
+                "num_shared_experts": 1,
+                "score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "use_qk_norm": True,
+                "partial_rotary_factor": 0.5,
+                "group_norm_size": 4,
+                "head_dim": 16,
+            },
+        },
+    ),
     "step1": ("step1", {"num_attention_heads": 6, "num_attention_groups": 2, "hidden_size": 48}, {}),
-    "step1-tied-biases": (
+    "step1-biases": (
         "step1",
-        {"num_attention_groups": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        {"seed": 1},
+        {"num_attention_groups": 1, "attention_bias": True, "mlp_bias": True, "vocab_size": 321},
+        {"seed": 3},
     ),
 }
