@@ -71,7 +71,9 @@ def checked(config: Config, where: str = "config.json", depth: int = 0) -> dict[
     if depth > _DEEPEST:
         raise ConfigError(f"{where} lies too deep, in more than {_DEEPEST} objects")
     fields = dict(config)
-    for name, value in config.items():
+    if config.get("head_dim") == 0 and config.get("qk_rope_head_dim") == 0:  # transformers saves the rotated elements
+        del fields["head_dim"]
+    for name, value in list(fields.items()):
         rule = _RULES.get(name)
         if rule is None or value is None:
             continue

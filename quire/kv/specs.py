@@ -28,7 +28,9 @@ Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashe
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
     """The data that one layer stores in one role. The role "kv" is the keys and values, or the latents, of attention;
     "indexer" is the key by which sparse attention selects a token (layers/indexer.py); "state" is the state of a
-    recurrent layer; "cross" is the keys and values of an encoder's tokens."""
+    recurrent layer; "cross" is the keys and values of an encoder's tokens; "entries", "entry_keys" and "inputs" are the
+    compressed entries of attention, the keys by which they are selected, and their inputs
+    (layers/compressed_attention.py)."""
 
     layer: int
     role: str = "kv"
@@ -252,6 +254,22 @@ class StateShape(msgspec.Struct, frozen=True):
         return rows * (self.channels + self.mlp_channels) + self.state_numbers + drafts * self.token_numbers + 1
 
 
+class EntriesShape(msgspec.Struct, frozen=True):
+    """Compressed entries (layers/compressed_spec.py). rate: the tokens of an entry. top_k: the entries that a token
+    selects by keys of the size key_dim, None for all entries."""
+
+    rate: int
+    top_k: int | None
+    key_dim: int
+
+
+class RowsShape(msgspec.Struct, frozen=True):
+    """A row of `size` numbers for each token, which every rank caches."""
+
+    size: int
+    num_kv_heads: int = 1
+
+
 ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec | StateSpec | CrossAttentionSpec
 
 
@@ -303,7 +321,9 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
         )
 
     least = memory(1)
-    selecting = [entries for entries in kinds.values() if any(entry.role == "indexer" for entry in entries)]
+    selecting = [
+        entries for entries in kinds.values() if any(entry.role in ("indexer", "entry_keys") for entry in entries)
+    ]
     whole = max(map(len, selecting), default=1)
     sizes = range(whole, max(map(len, kinds.values())) + 1)
     size = max((size for size in sizes if memory(size) <= 1.05 * least), default=whole)

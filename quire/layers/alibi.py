@@ -6,6 +6,14 @@ from torch import Tensor
 from quire.layers.build import Builder
 
 
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Return the slope of each head: a geometric series. Heads beyond a power of two use every other slope of the next
+    finer one."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
+
+
 class AlibiSlopes:
     """Attention with linear biases (arXiv:2108.12409) adds slope * (position of the key) to the scores of a head.
 
@@ -15,15 +23,9 @@ class AlibiSlopes:
     """
 
     def __init__(self, num_heads: int, heads: range, builder: Builder, scale: float = 1.0) -> None:
-        """Slopes are a geometric series. Heads beyond a power of two use every other slope of the next finer one.
-
-        scale: the factor of the scores by which slopes are divided, so that it does not apply to them."""
-        power = 1 << (num_heads.bit_length() - 1)
-        slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
-        slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
-        self.slopes = torch.tensor(
-            [slope / scale for slope in slopes[heads.start : heads.stop]], dtype=builder.dtype, device=builder.device
-        )
+        """scale: the factor of the scores by which slopes are divided, so that it does not apply to them."""
+        slopes = alibi_slopes(num_heads)[heads.start : heads.stop]
+        self.slopes = torch.tensor([slope / scale for slope in slopes], dtype=builder.dtype, device=builder.device)
         self.kernels = builder.kernels
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

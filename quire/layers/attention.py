@@ -1,6 +1,7 @@
 """The attention layer: projections, norms and rotation around a paged attention backend."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from quire.attention.base import AttentionBackend, Preparation, PreparingBackend
 from quire.layers.alibi import AlibiSlopes
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LayerPlace
 from quire.layers.build import Builder
-from quire.layers.distance_bias import distance_bias
+from quire.layers.distance_bias import distance_bias, root_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from quire.layers.norm import RMSNorm, make_norm
@@ -42,6 +43,26 @@ class LowRankQueries:
     def __call__(self, x: Tensor, slots: Tensor | None) -> Tensor:
         """x: [tokens, rank] -> [tokens, heads * head_dim]"""
         return self.project(self.norm(x), slots)
+
+
+class BlendGate(CachedAttention):
+    """Blends a layer's result with that of attention to the keys and values of another layer. name: of a weight for
+    each head."""
+
+    def __init__(self, builder: Builder, name: str, spec: AttentionSpec, heads: range) -> None:
+        own = slice(heads.start, heads.stop)
+        self.weight = builder.parameter(len(heads), spec.head_dim)
+        builder.part(f"{name}.weight", self.weight, (spec.num_heads, spec.head_dim), own)
+        self.bias = builder.parameter(len(heads))
+        builder.part(f"{name}.bias", self.bias, (spec.num_heads,), own)
+
+    def __call__(self, q: Tensor, out: Tensor, plan: Any, scale: float) -> Tensor:
+        """q: the queries, out: the layer's own result, [tokens, heads, head_dim] -> [tokens, heads, head_dim]"""
+        assert self.backend is not None, "bind the cache first"
+        assert self.cache is not None
+        other, _ = self.backend.attend(q, self.cache, plan, scale=scale, window=None)
+        share = torch.sigmoid((q * self.weight).sum(-1) + self.bias)[..., None]
+        return other * share + out * (1 - share)
 
 
 class Attention(CachedAttention):
@@ -88,12 +109,17 @@ class Attention(CachedAttention):
         self.alibi = None
         if spec.alibi:
             self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder, self.scale if spec.alibi_unscaled else 1.0)
-        self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
+        self.bias: Tensor | None = None
+        if spec.buckets is not None:
+            self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads)
+        elif spec.root_reach:
+            self.bias = root_bias(builder, spec, share.heads)
         self.sinks = None
         if spec.sinks:
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
+        self.blend = BlendGate(builder, names["blend_gate"], spec, share.heads) if spec.blends else None
         self.preparing: PreparingBackend | None = None  # set if one pass can norm, rotate and store
 
     def _qk_norms(
@@ -159,6 +185,8 @@ class Attention(CachedAttention):
             sinks=self.sinks,
             bias=self.bias,
         )
+        if self.blend is not None and place.blended_group is not None:
+            out = self.blend(q, out, state.plans[place.blended_group], self.scale)
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))

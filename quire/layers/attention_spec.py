@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from quire.kv.specs import CacheEntry, LatentSpec, ModelKVSpec, attention_spec
+from quire.kv.specs import CacheEntry, EntriesShape, LatentSpec, ModelKVSpec, RowsShape, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ class CacheShape:
 
     holds_positions: keys contain token positions, which need more than one byte per element (see AlibiSlopes). holders:
     the number of consecutive ranks that cache the same data, each for the same number of query heads. chunk: see
-    DecoderSpec.chunks. crossed: see DecoderSpec.crossed. indexer: the indexer of sparse attention.
+    DecoderSpec.chunks. crossed: see DecoderSpec.crossed. indexer: the indexer of sparse attention. entries:
+    set if the cache has compressed entries.
     """
 
     num_heads: int
@@ -28,6 +29,7 @@ class CacheShape:
     chunk: int | None = None
     crossed: int = 0
     indexer: "IndexerSpec | None" = None
+    entries: EntriesShape | None = None
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,14 @@ class AttentionSpec:
     ("separate", AFMoE; or "by_head", one number for each head, LFM3). is_causal: False for encoders, whose tokens also
     see later tokens and are not cached. key_bias: False if keys lack the bias of queries and values (Whisper).
     sub_norm: a norm over all heads' results as one vector, before the output projection (BitNet). buckets: the buckets
-    of distances for which each head has a learned bias on its scores (T5). value_norm: the norm of each value (Gemma
+    of distances for which each head has a learned bias on its scores (T5). root_reach: the largest distance in the
+    table of biases -slope * sqrt(distance); 0 for no such biases (Step 1). value_norm: the norm of each value (Gemma
     4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached keys and
     values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is less than
     head_dim; only for separate or concatenated tensors. value_scale: the factor of values (MiMo-V2). query_rank: the
-    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3).
+    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3). blends: the layer
+    has gates by which its result is blended with that of attention to the keys and values of the layer `blended`; None
+    in the first pass through the layers, which has no such result (LoopCoder).
     """
 
     hidden_size: int
@@ -101,6 +106,7 @@ class AttentionSpec:
     key_bias: bool = True
     sub_norm: NormSpec | None = None
     buckets: Buckets | None = None
+    root_reach: int = 0
     value_norm: NormSpec | None = None
     values_are_keys: bool = False
     source: int | None = None
@@ -108,6 +114,8 @@ class AttentionSpec:
     value_scale: float = 1.0
     query_rank: int = 0
     query_norm: NormSpec | None = None
+    blends: bool = False
+    blended: int | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -149,11 +157,11 @@ class HeadShare:
         queries = spec.num_heads // spec.num_kv_heads  # per KV head
         whole, rest = divmod(group.size, spec.num_kv_heads)
         ranks = 1 if rest else whole  # ranks that divide the queries of a KV head
-        kv_heads, no_kv_heads = _share(spec.num_kv_heads, group.rank // ranks, group.size // ranks)
+        kv_heads, no_kv_heads = share_of(spec.num_kv_heads, group.rank // ranks, group.size // ranks)
         if ranks == 1:
             heads = range(kv_heads.start * queries, kv_heads.stop * queries)
             return cls(heads, kv_heads, no_kv_heads, 1)
-        part, no_part = _share(queries, group.rank % ranks, ranks)
+        part, no_part = share_of(queries, group.rank % ranks, ranks)
         first = kv_heads.start * queries
         heads = range(first + part.start, first + part.stop)
         return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
@@ -226,10 +234,39 @@ class HeadShare:
 
 
 @dataclass(frozen=True)
+class BlockAttentionSpec:
+    """Attention to blocks of the text (layers/block_attention.py). index_dim: the size of the indexer's keys.
+    block_size: the tokens of a block. top_blocks: the blocks that each KV head of a token selects, including the last
+    local_blocks."""
+
+    attention: AttentionSpec
+    index_dim: int
+    block_size: int
+    top_blocks: int
+    local_blocks: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    def cache_shape(self, group: "Communicator") -> RowsShape:
+        kv_heads = len(HeadShare.of(self, group).kv_heads)
+        return RowsShape(2 * kv_heads * self.attention.head_dim + self.index_dim, kv_heads)
+
+    def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
+        return attention_spec([layer])
+
+
+@dataclass(frozen=True)
 class IndexerSpec:
     """The indexer of sparse attention (see layers/indexer.py). top_k: the number of tokens that a query attends to.
     rotates_last: the last elements of queries and keys are rotated, not the first (Hunyuan 4). eps: of the norm of
-    keys."""
+    keys. pool: the number of tokens that are selected together; 0 if each token is selected separately (see
+    layers/pooling_indexer.py)."""
 
     num_heads: int
     head_dim: int
@@ -237,6 +274,7 @@ class IndexerSpec:
     interleaved_rotary: bool = False
     rotates_last: bool = False
     eps: float = 1e-6
+    pool: int = 0
 
 
 @dataclass(frozen=True)
@@ -272,7 +310,7 @@ class LatentAttentionSpec:
 
     def heads(self, group: "Communicator") -> tuple[range, bool]:
         """This rank's heads, and whether they are a copy (see HeadShare)."""
-        return _share(self.num_heads, group.rank, group.size)
+        return share_of(self.num_heads, group.rank, group.size)
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         holders = 1 if self.num_heads % group.size else group.size
@@ -294,7 +332,7 @@ class LatentAttentionSpec:
         return LatentSpec(tuple(CacheEntry(layer, role) for role in ("kv", "indexer")[: 1 + self.selects]))
 
 
-def _share(total: int, rank: int, size: int) -> tuple[range, bool]:
+def share_of(total: int, rank: int, size: int) -> tuple[range, bool]:
     """Return a rank's part of `total` items. Parts are equal, but the last ones may be short. A rank that would have no
     items gets a copy of the last part."""
     part = -(-total // size)
@@ -309,7 +347,8 @@ class LayerPlace:
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
-    state_group, cross_group: the KV groups of its state and of its cross-attention, if it has them.
+    state_group, cross_group, entries_group, inputs_group: the KV groups of its state, of its cross-attention, and of
+    its compressed entries and their inputs, if it has them. blended_group: that of AttentionSpec.blended.
     """
 
     kv_group: int
@@ -318,3 +357,6 @@ class LayerPlace:
     scale: float = 1.0
     state_group: int = 0
     cross_group: int = 0
+    entries_group: int = 0
+    inputs_group: int = 0
+    blended_group: int | None = None

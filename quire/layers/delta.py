@@ -47,8 +47,11 @@ class DeltaNet(Recurrent):
         self.dt_bias = self.vector(builder, steps)
         if self.is_kimi:
             self.rate = builder.parameter(self.num_heads, dtype=torch.float32)
-            rates = self.rate.view(1, 1, -1, 1)
-            builder.part(names["a_log"], rates, (1, 1, heads, 1), slice(1), slice(1), slice(*one))
+            if builder.shape_of(names["a_log"]) == (heads,):  # GLM-5-Next
+                builder.part(names["a_log"], self.rate, (heads,), slice(*one))
+            else:
+                rates = self.rate.view(1, 1, -1, 1)
+                builder.part(names["a_log"], rates, (1, 1, heads, 1), slice(1), slice(1), slice(*one))
             builder.when_loaded(self._repeat_rates)
             rank = spec.value_dim
             outputs = self.of_heads(spec.value_dim)

@@ -1,10 +1,11 @@
-"""Learned biases on attention scores by the distance between query and key."""
+"""Biases on attention scores by the distance between query and key: learned ones, and roots of distances."""
 
 from math import log
 
 import torch
 from torch import Tensor
 
+from quire.layers.alibi import alibi_slopes
 from quire.layers.attention_spec import AttentionSpec, Buckets
 from quire.layers.build import Builder
 
@@ -24,6 +25,18 @@ def distance_bias(builder: Builder, spec: AttentionSpec, name: str, heads: range
         builder.part(f"{name}.weight", weight, (count, spec.num_heads), slice(None), slice(heads.start, heads.stop))
         builder.when_loaded(lambda: table.copy_(weight[bucket_of.to(weight.device)].T))  # type: ignore[arg-type]
         builder.shared[name] = table
+    found: Tensor = builder.shared[name]
+    return found
+
+
+def root_bias(builder: Builder, spec: AttentionSpec, heads: range) -> Tensor:
+    """Return the biases of a rank's heads by distance: -slope * sqrt(distance) with the slopes of ALiBi (Step 1).
+    Layers share the table: [heads, 2 * reach + 1], float32. Its second half is not used."""
+    name = f"the roots of {spec.root_reach} distances"
+    if name not in builder.shared:
+        slopes = torch.tensor(alibi_slopes(spec.num_heads)[heads.start : heads.stop], device=builder.device)
+        reach = torch.arange(-spec.root_reach, spec.root_reach + 1, device=builder.device)
+        builder.shared[name] = -slopes[:, None] * reach.abs().float().sqrt()
     found: Tensor = builder.shared[name]
     return found
 

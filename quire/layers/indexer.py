@@ -45,12 +45,13 @@ class Indexer:
         x: Tensor,
         compressed: Tensor,
         slots: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
         backend: SelectingAttention,
         plan: Any,
     ) -> None:
         """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: the compressed queries
         of the attention, [tokens, q_rank]; slots: the slots of the tokens' adapters."""
+        assert rotary is not None, "an indexer rotates its keys"
         q = self.q(compressed, slots).view(len(x), self.spec.num_heads, self.spec.head_dim)
         k = self.k_norm(self.k(x, slots))[:, None]
         if self.spec.rotates_last:  # put them first: the order of elements does not change the products

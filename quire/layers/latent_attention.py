@@ -24,6 +24,7 @@ from quire.layers.indexer import Indexer
 from quire.layers.linear import ColumnParallelLinear, LinearShape, ReplicatedLinear, RowParallelLinear, make_weight
 from quire.layers.lora import AdapterSlots, LowRank, Matrices, Piece, slots_of_copies
 from quire.layers.norm import make_norm
+from quire.layers.pooling_indexer import PoolingIndexer
 from quire.layers.specs import OutputPart
 
 
@@ -55,10 +56,11 @@ class LatentAttention(CachedAttention):
             self.q_a = ReplicatedLinear(builder, names["q_a"], hidden, spec.q_rank, spec.bias)
             self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.q_norm or spec.norm)
             self.q = ColumnParallelLinear(builder, spec.q_rank, parts("q_b", query_dim))
-        self.indexer: Indexer | None = None
+        self.indexer: Indexer | PoolingIndexer | None = None
         if spec.indexer is not None and spec.selects:
             assert spec.q_rank is not None, "the indexer reads compressed queries"
-            self.indexer = Indexer(builder, spec.indexer, names, hidden, spec.q_rank)
+            make = PoolingIndexer if spec.indexer.pool else Indexer
+            self.indexer = make(builder, spec.indexer, names, hidden, spec.q_rank)
         self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
         self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
         self.rope_norm = None
@@ -103,10 +105,8 @@ class LatentAttention(CachedAttention):
         plan = state.plans[self.place.kv_group]
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x, slots))
         if self.indexer is not None:
-            assert self.place.rotary is not None, "an indexer rotates its keys"
-            self.indexer.select(
-                x, q, slots, state.rotary[self.place.rotary], cast(SelectingAttention, self.backend), plan
-            )
+            rotary = None if self.place.rotary is None else state.rotary[self.place.rotary]
+            self.indexer.select(x, q, slots, rotary, cast(SelectingAttention, self.backend), plan)
         q = self.q(q, slots).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x, slots)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])

@@ -17,7 +17,7 @@ from quire.layers.lora import LowRank, slots_of_copies
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
 from quire.layers.symmetric_dispatch import Symmetric
-from quire.ops.reference.routing import Routing
+from quire.ops.reference.routing import Routing, weigh
 
 _EXCHANGES: dict[All2All, type[Exchanged]] = {
     "all_to_all": Exchanged,
@@ -64,21 +64,7 @@ class MoE:
             spec = _as_saved(builder, spec, hidden, names)
         self.spec = spec
         self.kernels = builder.kernels
-        self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
-        self.correction_bias = None
-        if spec.correction_bias:
-            shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
-            self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
-        self.routing = Routing(
-            spec.top_k,
-            spec.scoring,
-            spec.jitter,
-            spec.normalize,
-            spec.scale,
-            spec.groups,
-            spec.topk_groups,
-            spec.group_score,
-        )
+        self._make_router(builder, spec, hidden, names)
         self.activation = activation(builder.kernels, spec.activation, spec.gated, spec.swiglu)
         inputs = self._latent(builder, spec, hidden, names)
         self.dispatch = make_dispatch(builder, spec.num_experts)
@@ -108,6 +94,26 @@ class MoE:
             self.shared = MLP(builder, spec.shared, hidden, shared)
             if spec.shared_gate:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
+
+    def _make_router(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
+        self.correction_bias: Tensor | None = None
+        if spec.correction_bias:
+            shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
+            self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
+        self.table: Tensor | None = None  # of the experts of each token id
+        if spec.hashed:
+            self.table = builder.whole(names["expert_table"], spec.hashed, spec.top_k, dtype=torch.int64)
+        self.routing = Routing(
+            spec.top_k,
+            spec.scoring,
+            spec.jitter,
+            spec.normalize,
+            spec.scale,
+            spec.groups,
+            spec.topk_groups,
+            spec.group_score,
+        )
 
     def _latent(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> int:
         """Make the projections before and after the experts. Returns the width of the experts' inputs."""
@@ -144,13 +150,20 @@ class MoE:
             shared = self.dispatch.exchanges
             self.adapters = [LowRank(builder, builder.adapters, shapes, is_shared=shared) for shapes in (ups, downs)]
 
-    def __call__(self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, slots: Tensor | None = None, to_router: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand. slots: the slots of the tokens' adapters.
-        to_router: the router's input if it is not x."""
+        to_router: the router's input if it is not x. ids: of the tokens, if these decide the experts."""
         own = self.dispatch.own(x)
         own_slots = None if slots is None else self.dispatch.own(slots)
         logits = self.router(own if to_router is None else self.dispatch.own(to_router), own_slots)
-        weights, experts = self.kernels.choose_experts(logits, self.correction_bias, self.routing)
+        if self.table is None:
+            weights, experts = self.kernels.choose_experts(logits, self.correction_bias, self.routing)
+        else:
+            assert ids is not None
+            experts = self.table[self.dispatch.own(ids)]
+            weights = weigh(logits, experts, self.routing)
         if self.latent_in is not None:
             own = self.latent_in(own, own_slots)
         if self.spec.weigh_inputs:

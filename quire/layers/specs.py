@@ -71,6 +71,7 @@ class MoESpec:
     weigh_inputs: the weight of a token's single expert multiplies the expert's input, not its result (Llama 4). apart:
     routed and shared experts are branches with norms of their own, the router has a norm, too, and each expert's result
     has a factor (Gemma 4); only for the layout "stacked". gated: see MLPSpec; only for the layout "separate".
+    hashed: the rows of a table with the experts of each token id, 0 if the router chooses them (DeepSeek-V4).
     latent_size: the width of the experts' inputs and results, which are projections (Nemotron 3); 0 for hidden_size. If
     the family also has names for single experts, the checkpoint decides the layout (layers/moe.py).
     """
@@ -80,7 +81,7 @@ class MoESpec:
     intermediate_size: int
     activation: str = "silu"
     swiglu: tuple[float, float] = (1.702, 7.0)
-    scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparse_mixer", "sqrt_softplus"] = "softmax"
     jitter: float = 0.0  # sparse mixer: half the distance from the best score within which others share the weight
     normalize: bool = True
     scale: float = 1.0
@@ -96,6 +97,7 @@ class MoESpec:
     apart: bool = False
     gated: bool = True
     latent_size: int = 0
+    hashed: int = 0
 
     def check(self) -> None:
         """Raise ValueError if a token cannot use `top_k` experts."""
@@ -137,11 +139,13 @@ class AltUpSpec:
 @dataclass(frozen=True)
 class HyperSpec:
     """Several residual streams that are read and changed with weights (Hunyuan 4, see layers/hyper.py). eps: added to
-    weights. magnitude: the largest weight of a branch's result."""
+    weights. magnitude: the largest weight of a branch's result. balances: how often the matrix that mixes the streams
+    is balanced; 0 if they are not mixed (DeepSeek-V4)."""
 
     streams: int
     eps: float
     magnitude: float
+    balances: int = 0
 
 
 @dataclass(frozen=True)

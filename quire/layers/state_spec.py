@@ -123,6 +123,24 @@ class ShortConvSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (Ling 2.5). decay_rate: the slopes of ALiBi are multiplied by it to get the negative
+    logarithms of the heads' decays. norm_groups: the result is normed separately for so many groups of heads. qk_norm:
+    whether queries and keys are normed. silu: whether queries, keys and values go through SiLU. bias: of their
+    projection."""
+
+    decay_rate: float = 1.0
+    norm_groups: int = 1
+    qk_norm: bool = False
+    silu: bool = False
+    bias: bool = False
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        heads = len(HeadShare.of(self, group).heads)
+        return StateShape(heads, heads, self.key_dim, self.value_dim, 0, 1)
+
+
+@dataclass(frozen=True)
 class HybridSpec:
     """Attention and a recurrent layer, which read the same input and whose results are added up (Falcon-H1).
 

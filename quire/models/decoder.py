@@ -89,8 +89,13 @@ class LayerStack:
             scale = spec.score_scales[i] if spec.score_scales else 1.0
             source = getattr(spec.mixers[i], "source", None)
             kv = group_of.get(CacheEntry(i if source is None else source, "kv"), 0)
-            state, cross = (group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross"))
-            place = LayerPlace(kv, short_window(spec, i, max_model_len), table, scale, state, cross)
+            state, cross, entries, inputs = (
+                group_of.get(CacheEntry(i, role), 0) for role in ("state", "cross", "entries", "inputs")
+            )
+            blended = getattr(spec.mixers[i], "blended", None)
+            blended_group = None if blended is None else group_of.get(CacheEntry(blended, "kv"))
+            window = short_window(spec, i, max_model_len)
+            place = LayerPlace(kv, window, table, scale, state, cross, entries, inputs, blended_group)
             first = spec.first_use(i, own)
             if first < i:
                 self.layers.append(self.layers[first - own.start].again(spec, i, place))
@@ -107,6 +112,8 @@ class LayerStack:
                 for layer, mixer in zip(self.layers, self.spec.mixers[self.first_layer :], strict=False):
                     if getattr(mixer, "source", None) == entry.layer and entry.role == "kv":
                         layer.mixer.bind(backend, cache)
+                    if getattr(mixer, "blended", None) == entry.layer and entry.role == "kv":
+                        layer.mixer.blend.bind(backend, cache)
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor, slots: Tensor | None = None) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
@@ -180,7 +187,8 @@ class Decoder(LayerStack, Model):
         if spec.altup is not None:
             self.streams = Streams(builder, spec.altup, spec.hidden_size, names)
         elif spec.hyper is not None:
-            self.streams = HyperStreams(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names["hyper_head"])
+            head = names.get("hyper_head")
+            self.streams = HyperStreams(builder, spec.hyper, spec.hidden_size, spec.norm.eps, head)
         elif spec.cycles is not None:
             self.streams = CycleStates(builder, spec.hidden_size, names["first_low"])
         elif spec.residual == "blocks":

@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention, EncoderAttention
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.block_attention import BlockAttention
 from quire.layers.build import Builder
+from quire.layers.compressed_attention import CompressedAttention
+from quire.layers.compressed_spec import CompressedAttentionSpec
 from quire.layers.cross_attention import CrossAttention
 from quire.layers.delta import DeltaNet
 from quire.layers.experts_apart import ExpertsApart
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
+from quire.layers.lightning import Lightning
 from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
@@ -25,19 +29,22 @@ from quire.layers.per_layer import PerLayerBranch
 from quire.layers.rwkv import Rwkv
 from quire.layers.short_conv import ShortConv
 from quire.layers.specs import MLPSpec, MoESpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, LightningSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.spec import DecoderSpec
 from quire.parallel.residual_stream import ResidualStream
 
 MIXERS: dict[type, Callable[..., Any]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    BlockAttentionSpec: BlockAttention,
+    CompressedAttentionSpec: CompressedAttention,
     MambaSpec: Mamba,
     Mamba2Spec: Mamba2,
     DeltaSpec: DeltaNet,
     HybridSpec: Hybrid,
     RwkvSpec: Rwkv,
     ShortConvSpec: ShortConv,
+    LightningSpec: Lightning,
 }
 
 
@@ -88,6 +95,7 @@ class DecoderLayer:
         assert isinstance(self.mixer, Attention), "only attention can share its weights"
         other = copy(self)
         other.mixer = copy(self.mixer)
+        other.mixer.blend = copy(self.mixer.blend)
         other.mixer.place = place
         other.take_place(spec, index)
         return other
@@ -99,6 +107,8 @@ class DecoderLayer:
         """Return the part of the layer that reads the cache entry of this role, see CacheEntry."""
         if role == "cross":
             return self.cross
+        if role in ("entries", "entry_keys", "inputs"):
+            return self.mixer.of_role(role)
         return self.mixer.indexer if role == "indexer" else self.mixer
 
     def __call__(

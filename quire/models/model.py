@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.attention.base import CacheBackend
 from quire.checkpoints.weights import Parts
-from quire.kv.specs import ModelKVSpec, StateShape
+from quire.kv.specs import ModelKVSpec, RowsShape, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
@@ -23,7 +23,7 @@ from quire.sampling.logits_processors import MakeProcessor
 if TYPE_CHECKING:
     from quire.checkpoints.packed.cache import WeightCache
 
-Shape = CacheShape | StateShape  # of one rank's cache entry in one layer
+Shape = CacheShape | StateShape | RowsShape  # of one rank's cache entry in one layer
 
 
 class Tower(Protocol):

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, HeadShare, LatentAttentionSpec
+from quire.layers.compressed_spec import CompressedAttentionSpec, CompressedEntriesSpec, CompressorInputsSpec
 from quire.layers.specs import HyperSpec, MLPSpec, MoESpec, NormSpec
 from quire.layers.state_spec import (
     DeltaSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     RecurrentSpec,
@@ -101,7 +103,7 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
         rest += 2 * (spec.altup.streams - 1) * hidden * hidden
     if spec.cycles is not None:
         rest += hidden
-    if spec.hyper is not None and share.has_head:
+    if spec.hyper is not None and share.has_head and spec.names.get("hyper_head") is not None:
         rest += _hyper(spec.hyper, hidden, 1)
     if width != hidden:
         rest += (share.has_embedding + share.has_head) * width * hidden
@@ -133,7 +135,7 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
         count = altup.streams
         rest += count * count * (count + 1) + spec.hidden_size * (count + 2 + 2 * altup.laurel_rank + 1)
     if (hyper := spec.hyper) is not None:
-        rest += 2 * _hyper(hyper, spec.hidden_size, 2)
+        rest += 2 * _hyper(hyper, spec.hidden_size, 2, hyper.balances > 0)
     for part in spec.parts_in(index):
         rest += _mixer(part, share)
         if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with the norms of B and C
@@ -168,8 +170,9 @@ def _with_block(spec: DecoderSpec, index: int, mixer: SharedBlockSpec, share: Sh
     return total
 
 
-def _hyper(hyper: HyperSpec, hidden: int, kinds: int) -> int:
-    return kinds * (hyper.streams * (hyper.streams * hidden + 1) + 1)
+def _hyper(hyper: HyperSpec, hidden: int, kinds: int, mixes: bool = False) -> int:
+    inputs = hyper.streams * hidden + 1
+    return kinds * (hyper.streams * inputs + 1) + mixes * (hyper.streams**2 * inputs + 1)
 
 
 def _norm(norm: NormSpec, size: int) -> int:
@@ -187,6 +190,15 @@ def _linear(inputs: int, outputs: int, bias: bool) -> int:
 def _mixer(mixer: CachedSpec, share: Share) -> int:
     if isinstance(mixer, RecurrentSpec):
         return _recurrent(mixer, share)
+    if isinstance(mixer, CompressedAttentionSpec):
+        return _compressed_attention(mixer, share)
+    if isinstance(mixer, BlockAttentionSpec):
+        kv_heads = len(HeadShare.of(mixer, share.group).kv_heads)
+        size = mixer.index_dim
+        index = (kv_heads + 1) * size * mixer.attention.hidden_size + 2 * size
+        return _attention(mixer.attention, share) + index
+    if isinstance(mixer, CompressedEntriesSpec | CompressorInputsSpec):
+        return 0  # counted with the attention
     return _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
 
 
@@ -213,6 +225,9 @@ def _recurrent(mixer: RecurrentSpec, share: Share) -> int:
             + channels * (mixer.conv_width + mixer.bias + hidden)
             + (hidden * mixer.bias)
         )
+    if isinstance(mixer, LightningSpec):  # queries, keys, values, gates and results, and three norms
+        norms = values + 2 * mixer.key_dim * mixer.qk_norm
+        return 5 * hidden * values + 3 * values * mixer.bias + norms
     assert isinstance(mixer, DeltaSpec)
     total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
     if mixer.projections == "kimi_whole":
@@ -242,6 +257,7 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     if mixer.qk_norm is not None:
         both = 2 if mixer.source is None else 1
         total += _norm(mixer.qk_norm, dim * (both if mixer.qk_norm_over == "head" else heads + kv_heads))
+    total += heads * (dim + 1) * mixer.blends
     return total + (heads if mixer.sinks else 0)
 
 
@@ -259,11 +275,28 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
         of_index = mixer.indexer
         dim = mixer.indexer.head_dim
         total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
+        total += (of_index.pool and of_index.pool + mixer.hidden_size) * dim
     gates = heads * (1 if mixer.output_gate == "by_head" else mixer.value_dim if mixer.output_gate else 0)
     total += (heads * mixer.value_dim + gates) * mixer.hidden_size
     if mixer.rope_norm is not None:
         total += _norm(mixer.rope_norm, mixer.rope_dim)
     return total + mixer.hidden_size * mixer.bias + (heads if mixer.sinks else 0)
+
+
+def _compressed_attention(mixer: CompressedAttentionSpec, share: Share) -> int:
+    heads = len(mixer.heads(share.group)[0])
+    hidden = mixer.hidden_size
+    dim = mixer.head_dim
+    total = hidden * (mixer.q_rank + dim) + mixer.q_rank * (heads * dim + 1) + dim + heads
+    size = mixer.num_heads // mixer.output_groups
+    total += heads * dim * mixer.output_rank + -(-heads // size) * mixer.output_rank * hidden
+    if (entries := mixer.entries) is None or mixer.inputs is None:
+        return total
+    series = 1 + entries.overlaps
+    index = entries.indexer
+    widths = [dim] if index is None else [dim, index.head_dim]
+    total += sum(series * width * (2 * hidden + entries.rate) + width for width in widths)
+    return total + (0 if index is None else index.num_heads * (mixer.q_rank * index.head_dim + hidden))
 
 
 def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
@@ -278,6 +311,7 @@ def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
 def _router(mlp: MoESpec, hidden: int, share: Share) -> int:
     """Count the parameters of an MoE layer that every token uses."""
     total = _linear(hidden, mlp.num_experts, mlp.bias) + (mlp.num_experts if mlp.correction_bias else 0)
+    total += mlp.hashed * mlp.top_k
     if mlp.shared is not None:
         total += _mlp(mlp.shared, hidden, share) + (hidden if mlp.shared_gate else 0)
     return total

@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec
+from quire.layers.compressed_spec import CompressedAttentionSpec, CompressedEntriesSpec, CompressorInputsSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import AltUpSpec, CycleSpec, HyperSpec, MLPSpec, MoESpec, NormSpec, PerLayerSpec, SkipSpec
 from quire.layers.state_spec import (
     DeltaSpec,
     HybridSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     RecurrentSpec,
@@ -24,7 +26,19 @@ from quire.multimodal.spec import MediaSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 # The mixers that have an entry in the cache
-CachedSpec = AttentionSpec | LatentAttentionSpec | MambaSpec | Mamba2Spec | DeltaSpec | RwkvSpec | ShortConvSpec
+CompressedPart = CompressedAttentionSpec | CompressedEntriesSpec | CompressorInputsSpec
+CachedSpec = (
+    AttentionSpec
+    | LatentAttentionSpec
+    | BlockAttentionSpec
+    | CompressedPart
+    | MambaSpec
+    | Mamba2Spec
+    | DeltaSpec
+    | RwkvSpec
+    | ShortConvSpec
+    | LightningSpec
+)
 MixerSpec = CachedSpec | HybridSpec | SharedBlockSpec  # decoder_layers.MIXERS names the layer that implements each kind
 Residual = Literal[
     "sequential",
@@ -161,10 +175,13 @@ class DecoderSpec:
         return [part for part in self.parts_in(layer) if not isinstance(part, AttentionSpec) or part.source is None]
 
     def parts_in(self, layer: int) -> Sequence[CachedSpec]:
-        """Return the mixer of a layer, or both parts of a hybrid one or of one with a shared block."""
+        """Return the mixer of a layer, or the parts of a hybrid one, of one with a shared block, or of compressed
+        attention."""
         mixer = self.mixers[layer]
         if isinstance(mixer, HybridSpec | SharedBlockSpec):
             return mixer.attention, mixer.recurrent
+        if isinstance(mixer, CompressedAttentionSpec):
+            return mixer.parts
         return () if mixer is None else (mixer,)
 
     @property
@@ -173,8 +190,9 @@ class DecoderSpec:
         selection, or up to the last one that reads its keys and values, or the stream before it."""
         shared = {i for i, mixer in enumerate(self.mixers) if getattr(mixer, "shares_selection", False)}
         for layer, mixer in enumerate(self.mixers):
-            if isinstance(mixer, AttentionSpec) and mixer.source is not None:
-                shared.update(range(mixer.source + 1, layer + 1))
+            if isinstance(mixer, AttentionSpec):
+                for source in (mixer.source, mixer.blended):
+                    shared.update(range(layer + 1 if source is None else source + 1, layer + 1))
         for skip in self.skips:
             shared.update(range(skip.source + 1, skip.target + 1))
         starts = [layer for layer in range(self.num_layers) if layer not in shared]

@@ -8,12 +8,13 @@ from torch import Tensor
 from quire.layers.altup import AltUp, Laurel
 from quire.layers.attention_spec import LayerPlace
 from quire.layers.build import Builder
-from quire.layers.forward_state import ForwardState
-from quire.layers.hyper import HyperConnection
+from quire.layers.forward_state import ForwardState, pick
+from quire.layers.hyper import HyperConnection, MixingConnection
 from quire.layers.mamba2 import Mamba2
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerBranch
 from quire.layers.shared_block import SharedBlock
+from quire.layers.specs import MoESpec
 from quire.layers.state_spec import Mamba2Spec, SharedBlockSpec
 from quire.models.decoder_layers import DecoderLayer
 from quire.models.spec import DecoderSpec
@@ -56,15 +57,17 @@ class AltUpLayer(DecoderLayer):
 
 
 class HyperLayer(DecoderLayer):
-    """Each branch reads a weighted sum of several streams, and is added to them with weights (Hunyuan 4). x: [tokens,
-    streams * hidden]; there is no other residual."""
+    """Each branch reads a weighted sum of several streams, and is added to them with weights (Hunyuan 4, DeepSeek-V4).
+    x: [tokens, streams * hidden]; there is no other residual."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         super().__init__(builder, spec, index, place)
         assert spec.hyper is not None
         names = spec.names_in(index)
+        make = MixingConnection if spec.hyper.balances else HyperConnection
+        self.hashed = isinstance(mlp := spec.mlps[index], MoESpec) and mlp.hashed > 0
         self.around_mixer, self.around_mlp = (
-            HyperConnection(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names[role])
+            make(builder, spec.hyper, spec.hidden_size, spec.norm.eps, names[role])
             for role in ("hyper_attention", "hyper_mlp")
         )
 
@@ -78,7 +81,11 @@ class HyperLayer(DecoderLayer):
         x, weights = (stream.pick(part, wanted, tokens) for part in (x, weights))
         x = self.around_mixer.add(x, stream.sum(out), weights)
         read, weights = self.around_mlp.read(x)
-        done = self._feed_forward(self.mlp_norm(read), x, out, state.slots_of(wanted))
+        if self.hashed:
+            ids = pick(state.inputs.input_ids, wanted)
+            done = stream.sum(self.mlp(stream.whole(self.mlp_norm(read), out), state.slots_of(wanted), ids=ids))
+        else:
+            done = self._feed_forward(self.mlp_norm(read), x, out, state.slots_of(wanted))
         return self.around_mlp.add(x, done, weights), None
 
 

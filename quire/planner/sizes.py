@@ -3,7 +3,7 @@ rank's share."""
 
 from dataclasses import dataclass, replace
 
-from quire.kv.specs import StateShape
+from quire.kv.specs import RowsShape, StateShape
 from quire.layers.attention_spec import LatentAttentionSpec
 from quire.models.parameters import WHOLE, Parameters, Share
 from quire.models.parameters import parameters_of as parameters_of
@@ -64,7 +64,9 @@ class Footprint:
         total = 0
         for part in self.spec.cached_in(layer):
             shape = part.cache_shape(self.share.group)
-            if not isinstance(shape, StateShape):
+            if isinstance(shape, RowsShape):
+                total += shape.size * self.element_bytes
+            elif not isinstance(shape, StateShape):
                 vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
                 total += vectors * shape.num_kv_heads * shape.head_dim * self.element_bytes
             if isinstance(part, LatentAttentionSpec) and part.indexer is not None:

@@ -46,7 +46,16 @@ RANKS: dict[str, dict[str, int | bool]] = {
 }
 CONTEXTS = "contexts"
 # All layers read the values of the first, or embeddings of the token ids.
-UNDIVIDED = ("rwkv7", "rwkv7-other-widths", "gemma4", "gemma4-other-layers", "gemma3n", "gemma3n-other-sizes")
+UNDIVIDED = (
+    "rwkv7",
+    "rwkv7-other-widths",
+    "gemma4",
+    "gemma4-other-layers",
+    "gemma3n",
+    "gemma3n-other-sizes",
+    "deepseek_v4",
+    "iquestloopcoder",
+)
 NAMES = [*(way.__name__ for way in WAYS), *RANKS, CONTEXTS]
 BY_NAME = {way.__name__: way for way in WAYS}
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from quire.checkpoints.metadata import hf_config
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec
+from quire.layers.compressed_spec import CompressedEntriesSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
+from quire.layers.state_spec import DeltaSpec, LightningSpec, Mamba2Spec, MambaSpec, RwkvSpec, ShortConvSpec
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES
@@ -65,6 +66,7 @@ PEOPLE_CALL_IT = {
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
     "deepseek_v32": "DeepSeek-V3.2",
+    "deepseek_v4": "DeepSeek-V4",
     "llama4_text": "Llama 4 (text)",
     "arcee": "Arcee",
     "seed_oss": "Seed-OSS",
@@ -83,6 +85,7 @@ PEOPLE_CALL_IT = {
     "phimoe": "Phi-3.5-MoE",
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2, M2.1",
+    "minimax_m3_vl_text": "MiniMax-M3 (text)",
     "granite_swa": "Granite with windows",
     "youtu": "Youtu-LLM",
     "minicpm3": "MiniCPM3",
@@ -127,8 +130,10 @@ PEOPLE_CALL_IT = {
     "lfm3": "LFM3",
     "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
+    "glm5_next_text": "GLM-5-Next (text)",
     "internlm3": "InternLM3",
     "iquestcoder": "IQuest-Coder",
+    "iquestloopcoder": "IQuest-LoopCoder",
     "orion": "Orion",
     "telechat3": "TeleChat3",
     "telechat": "TeleChat2",
@@ -140,6 +145,7 @@ PEOPLE_CALL_IT = {
     "param2moe": "Param-2",
     "chatglm": "ChatGLM2, ChatGLM3, GLM-4-9B",
     "bailing_hybrid": "Ling 3",
+    "bailing_moe_linear": "Ling 2.5",
     "solar": "Solar Pro",
     "nemotron-nas": "DeciLM, Llama-Nemotron",
     "plamo3": "PLaMo 3",
@@ -149,6 +155,7 @@ PEOPLE_CALL_IT = {
     "mistral_large3": "Mistral Large 3 (text)",
     "mimo_v2": "MiMo-V2.5",
     "step3_text": "Step 3 (text)",
+    "step1": "Step 1",
 }
 
 OTHER_NAMES = {
@@ -191,9 +198,12 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
     ("sparse attention", of_latents(lambda a: a.indexer)),
     ("shared selections", of_latents(lambda a: a.shares_selection)),
+    ("attention to selected blocks", lambda s: any(isinstance(m, BlockAttentionSpec) for m in s.mixers)),
+    ("compressed attention", lambda s: any(isinstance(part, CompressedEntriesSpec) for _, part in s.cached)),
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("generalized delta rule", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
+    ("lightning attention", lambda s: any(isinstance(mixer, LightningSpec) for mixer in s.mixers)),
     ("short convolutions", lambda s: any(isinstance(mixer, ShortConvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
@@ -201,6 +211,8 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("sinks", of_attention(lambda a: a.sinks)),
     ("sinks of latent attention", of_latents(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),
+    ("roots of distances", of_attention(lambda a: a.root_reach)),
+    ("blended attention", of_attention(lambda a: a.blends)),
     ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
     ("norms of values", of_attention(lambda a: a.value_norm)),
     ("gates of heads", of_attention(lambda a: a.output_gate == "by_head")),
@@ -209,6 +221,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("shared keys and values", lambda s: any(getattr(mixer, "source", None) is not None for mixer in s.mixers)),
     ("layers used several times", lambda s: s.weights_of or s.residual == "blocks"),
     ("several streams", lambda s: s.streams > 1),
+    ("mixed streams", lambda s: s.hyper is not None and s.hyper.balances),
     ("embeddings by layer", lambda s: s.per_layer),
     ("norms of q and k", of_attention(lambda a: a.qk_norm)),
     ("norms before projections", of_attention(lambda a: a.sub_norm)),
@@ -228,6 +241,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("parallel branches", lambda s: s.residual == "parallel"),
     ("experts", of_experts(lambda moe: True)),
     ("shared experts", of_experts(lambda moe: moe.shared)),
+    ("experts by token id", of_experts(lambda moe: moe.hashed)),
     ("groups of experts", of_experts(lambda moe: moe.groups > 1)),
     ("tied embeddings", lambda s: s.tie_embeddings),
 ]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from test_parity import bound
 
+from quire.layers.attention_spec import AttentionSpec, BlockAttentionSpec, LatentAttentionSpec
+from quire.layers.state_spec import LightningSpec
 from quire.models import description
 from support import mutations as m
 from support.checkpoints import ALL_VARIANTS
@@ -127,6 +129,21 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("bloom", "no slopes", m.attention(alibi=False)),
     ("bloom", "scaled slopes", m.attention(alibi_unscaled=False)),
     ("mpt", "no slopes", m.attention(alibi=False)),
+    ("deepseek_v4", "one entry less selected", m.attention(entries=m.selecting(5))),
+    ("deepseek_v4", "streams not balanced", m.decoder(hyper=lambda hyper: replace(hyper, balances=1))),
+    ("deepseek_v4", "another window", m.windows(lambda window: window - 1)),
+    ("deepseek_v4", "keys and gates of entries exchanged", m.exchanged("compress_kv", "compress_gate")),
+    ("glm5_next", "one pool less selected", m.mixers(LatentAttentionSpec, indexer=lambda i: replace(i, top_k=20))),
+    ("glm5_next", "streams not balanced", m.decoder(hyper=lambda hyper: replace(hyper, balances=1))),
+    ("minimax_m3", "one block less selected", m.mixers(BlockAttentionSpec, top_blocks=2)),
+    ("minimax_m3", "no last block", m.mixers(BlockAttentionSpec, local_blocks=0)),
+    ("minimax_m3", "other blocks", m.mixers(BlockAttentionSpec, block_size=7)),
+    ("bailing_moe_linear", "slower decay", m.mixers(LightningSpec, decay_rate=lambda rate: 0.9 * rate)),
+    ("bailing_moe_linear", "normed as one", m.mixers(LightningSpec, norm_groups=1)),
+    ("iquestloopcoder", "another window", m.windows(lambda window: window - 1)),
+    ("iquestloopcoder", "no blend", m.mixers(AttentionSpec, blended=None)),
+    ("step1", "no roots of distances", m.attention(root_reach=0)),
+    ("step1", "roots of near distances only", m.attention(root_reach=20)),
     ("mpt-clipped", "usual scale", m.usual_scale),
     ("gpt2-scaled-by-layer", "same scale in all layers", m.decoder(score_scales=None)),
     ("ministral3", "no temperature", m.attention(temperature=None)),

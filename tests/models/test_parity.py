@@ -44,6 +44,9 @@ NOISY = {
     "gemma4-other-layers": 1.5e-4,
     "plamo3": 1.5e-4,
     "bailing_hybrid": 1e-4,
+    "minimax_m3": 1.5e-4,
+    "iquestloopcoder": 1e-4,
+    "glm5_next": 1e-4,
 }
 
 

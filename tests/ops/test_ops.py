@@ -231,6 +231,7 @@ def choose_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
         (9, 128, Routing(8, scoring="sigmoid", groups=8, topk_groups=3, group_score="two_best", scale=2.5)),
         (9, 33, Routing(3, groups=3, topk_groups=2)),
         (300, 16, Routing(2, scoring="sparse_mixer", jitter=0.01)),
+        (90, 24, Routing(6, scoring="sqrt_softplus", scale=1.5)),
     ):
         order = torch.rand(tokens, experts).argsort(1)
         logits = ((order - experts / 2) / 16).to(dtype)

@@ -126,6 +126,10 @@ def model_class(kind: str) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Mistral4Config
     from transformers import Mistral4ForCausalLM as Mistral4
 
+    import support.changed_attention
+    import support.grouped_tokens
+    import support.lightning
+    import support.loops
     import support.rwkv7
     import support.stand_ins  # registers others
     import support.text_models  # noqa: F401  the same

@@ -36,6 +36,12 @@ OWN_MODELS = {
     "step3p5": "text_models.py",
     "muse_glimmer_text": "text_models.py",
     **dict.fromkeys(CHANGED, "stand_ins.py"),
+    "step1": "changed_attention.py",
+    "bailing_moe_linear": "lightning.py",
+    "iquestloopcoder": "loops.py",
+    "deepseek_v4": "grouped_tokens.py",
+    "minimax_m3_vl_text": "grouped_tokens.py",
+    "glm5_next_text": "grouped_tokens.py",
 }
 Tokens = list[tuple[list[int], int]]  # the greedy tokens of each prompt, and how many come before the first tie
 

@@ -61,7 +61,7 @@ DIVISIONS = {
     "pcp-2-and-dcp-2-of-tp-2": Division(2, 2, 2),
     "pcp-2-and-pp-2": Division(2, pp=2),
 }
-NOT_DIVISIBLE = ("llama4_text",)
+NOT_DIVISIBLE = ("llama4_text", "step1", "deepseek_v4", "glm5_next_text", "minimax_m3_vl_text", "bailing_moe_linear")
 
 
 def has_divisible_contexts(variant: str) -> bool:

@@ -42,7 +42,7 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "mamba_block_size": 16}
     llm = LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
     if "attention_backend" not in options and isinstance(llm.core.executor, UniprocExecutor):
-        assert {used.name for used in runner_of(llm).forward.backends} <= {backend, "states"}
+        assert {used.name for used in runner_of(llm).forward.backends} <= {backend, "states", "rows"}
     return llm
 
 

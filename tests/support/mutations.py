@@ -51,6 +51,22 @@ def attention(**fields: Any) -> SpecMutation:
     return lambda spec: replace(spec, mixers=tuple(_changed(mixer, fields) for mixer in spec.mixers))
 
 
+def mixers(kind: type, **fields: Any) -> SpecMutation:
+    """Change fields of the layers of one kind."""
+
+    def mutate(spec: DecoderSpec) -> DecoderSpec:
+        return replace(spec, mixers=tuple(_changed(m, fields) if isinstance(m, kind) else m for m in spec.mixers))
+
+    return mutate
+
+
+def selecting(top_k: int) -> Callable[[Any], Any]:
+    """A function of compressed entries, to change how many of them an indexer selects."""
+    return lambda entries: (
+        entries and replace(entries, indexer=entries.indexer and replace(entries.indexer, top_k=top_k))
+    )
+
+
 def indexer(**fields: Any) -> SpecMutation:
     return attention(indexer=lambda indexer: _changed(indexer, fields))
 

@@ -33,6 +33,9 @@ CHANGED = {
     "mistral_large3": "mistral4",
     "mimo_v2": "mimo_v2_flash",
     "step3_text": "llama",
+    "step1": "llama",
+    "iquestloopcoder": "llama",
+    "bailing_moe_linear": "deepseek_v3",
 }
 # Further names of architectures that are the same as one that is compared
 SAME = {
@@ -200,6 +203,26 @@ def bailing_hybrid(tensors: Tensors, config: Config) -> Tensors:
     return made
 
 
+def deepseek_v4(tensors: Tensors, config: Config) -> Tensors:
+    """transformers saves some tensors under names that no published checkpoint has."""
+    names = {r"^model\.": "", r"^embed_tokens": "embed", r"^hc_head\.hc_": "hc_head_"}
+    return renamed(tensors, names)
+
+
+def bailing_moe_linear(tensors: Tensors, config: Config) -> Tensors:
+    names = {
+        r"self_attn\.o_proj": "attention.dense",
+        r"self_attn": "attention",
+        r"embed_tokens": "word_embeddings",
+        r"e_score_correction_bias": "expert_bias",
+    }
+    return renamed(with_single_experts(tensors), names)
+
+
+def loop_coder(tensors: Tensors, config: Config) -> Tensors:
+    return renamed(tensors, {r"layers\.(\d+)\.self_attn\.gate\.": r"gate_projections.\1."})
+
+
 LAYOUTS: dict[str, Callable[[Tensors, Config], Tensors]] = {
     "telechat": telechat2,
     "bailing_moe": bailing,
@@ -212,4 +235,7 @@ LAYOUTS: dict[str, Callable[[Tensors, Config], Tensors]] = {
     "mimo_v2": mimo_v2,
     "step3_text": step3,
     "bailing_hybrid": bailing_hybrid,
+    "deepseek_v4": deepseek_v4,
+    "iquestloopcoder": loop_coder,
+    "bailing_moe_linear": bailing_moe_linear,
 }

@@ -1,11 +1,12 @@
-"""Ling and Ring (BailingMoE): the experts of DeepSeek with standard attention, or with Kimi Delta Attention in version
-3. Param-2 differs in few options."""
+"""Ling and Ring (BailingMoE): the experts of DeepSeek with standard attention, with lightning attention in version 2.5,
+or with Kimi Delta Attention in version 3. Param-2 differs in few options."""
 
 from dataclasses import replace
 from typing import Any
 
+from quire.layers.rotary_spec import rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec
+from quire.layers.state_spec import DeltaSpec, LightningSpec
 from quire.models.architectures.deepseek import deepseek, latents, mixtures, with_draft_layers
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
 
@@ -81,6 +82,54 @@ def bailing_moe_v3(config: HfConfig) -> DecoderSpec:
         mlps=tuple(replace(mlp, shared=shared) if isinstance(mlp, MoESpec) else mlp for mlp in spec.mlps),
         names={**spec.names, **NAMES["bailing_moe_v3"]},
     )
+
+
+def bailing_moe_v2_5(config: HfConfig) -> DecoderSpec:
+    """Ling 2.5: in each group of layers, the last one has latent attention, and the others have lightning attention."""
+    config = {"score_function": "softmax", "norm_topk_prob": True, "rms_norm_eps": 1e-5, **config}
+    layers = config["num_hidden_layers"]
+    group = config.get("layer_group_size", 1)
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    norm = NormSpec("rms", config["rms_norm_eps"])
+    plain = bailing_moe(config)
+    whole = {"n_shared_experts": 0, "architectures": ["DeepseekV3ForCausalLM"], "partial_rotary_factor": None}
+    spec = deepseek({**config, **whole, "n_routed_experts": expert_count(config), "rope_parameters": _whole(config)})
+    latent = replace(latents(spec)[0], norm=norm)
+
+    def lightning(layer: int) -> LightningSpec:
+        return LightningSpec(
+            config["hidden_size"],
+            heads,
+            heads,
+            dim,
+            dim,
+            1,
+            norm,
+            decay_rate=1 - layer / max(layers - 1, 1) + 1e-5,
+            norm_groups=config.get("group_norm_size", 1),
+            qk_norm=bool(config.get("use_qk_norm", False)),
+            silu=bool(config.get("use_linear_silu", config.get("linear_silu", False))),
+            bias=bool(config.get("use_qkv_bias", False)),
+        )
+
+    attends = [group <= 0 or (i + 1) % group == 0 for i in range(layers)]
+    partial = rotary_spec(config, dim)
+    return replace(
+        spec,
+        norm=norm,
+        mixers=tuple(latent if has else lightning(i) for i, has in enumerate(attends)),
+        rotary=tuple(spec.rotary[i] if has else partial for i, has in enumerate(attends)),
+        mlps=plain.mlps,
+        names={**spec.names, **NAMES["bailing_moe_v3"], **NAMES["bailing_moe_v2_5"]},
+        ignored=(*spec.ignored, r"^model\.mtp"),
+    )
+
+
+def _whole(config: HfConfig) -> dict[str, Any] | None:
+    """Return rope_parameters without the share of a head that is rotated, which is that of lightning attention."""
+    given = config.get("rope_parameters")
+    return given and {name: value for name, value in given.items() if name != "partial_rotary_factor"}
 
 
 _V3_FIELDS = {

@@ -37,6 +37,24 @@ def mistral_temperature(config: HfConfig) -> Temperature | None:
     return Temperature(scale, length) if scale and length else None
 
 
+def loop_coder(config: HfConfig) -> DecoderSpec:
+    """IQuest-LoopCoder: the text goes through all layers several times. From the second time on, a query attends to the
+    last tokens, and to all keys and values of the first time, and gates blend both results."""
+    layers = config["num_hidden_layers"]
+    loops = config.get("loop_num", 2)
+    spec = llama({**config, "num_hidden_layers": layers * loops})
+    mixer = spec.mixers[0]
+    assert isinstance(mixer, AttentionSpec)
+    first = replace(mixer, blends=True)
+    return replace(
+        spec,
+        mixers=tuple(first if i < layers else replace(first, blended=i % layers) for i in range(layers * loops)),
+        windows=tuple(None if i < layers else config.get("loop_window_size", 64) for i in range(layers * loops)),
+        weights_of=tuple(i % layers for i in range(layers * loops)),
+        names={**spec.names, "blend_gate": "model.gate_projections.{i}"},
+    )
+
+
 def arcee(config: HfConfig) -> DecoderSpec:
     """Llama whose MLP has a squared ReLU and no gate."""
     bias = bool(config.get("mlp_bias", False))

@@ -1,4 +1,4 @@
-"""Step 3.5 to 3.7: gates of heads, more query heads in layers with a window, and limited activations."""
+"""Step 1, and Step 3.5 to 3.7: gates of heads, more query heads in layers with a window, limited activations."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from quire.layers.attention_spec import AttentionSpec
 from quire.layers.rotary_spec import rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.architectures.deepseek import with_draft_layers
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, with_common_names
 
 # transformers' names of fields, by those of the published configs
 _FIELDS = {
@@ -16,6 +16,22 @@ _FIELDS = {
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dims": "share_expert_dim",
 }
+
+
+def step1(config: HfConfig) -> DecoderSpec:
+    """Llama with biases of -slope * sqrt(distance) instead of rotary embeddings."""
+    config = with_common_names(
+        config, num_key_value_heads="num_attention_groups", max_position_embeddings="max_seq_len"
+    )
+    config = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_key_value_heads": 1, **config}
+    bias = bool(config.get("attention_bias", False))
+    return decoder_spec(
+        config,
+        attention={"qkv_bias": bias, "output_bias": bias, "root_reach": config["max_position_embeddings"]},
+        mlp=MLPSpec(config["intermediate_size"], bias=bool(config.get("mlp_bias", False))),
+        rotary=None,
+        tie_embeddings=config.get("tie_word_embeddings"),
+    )
 
 
 def step3p5(config: HfConfig) -> DecoderSpec:

@@ -12,7 +12,7 @@ using namespace quire;
 
 namespace {
 
-enum Scoring { SOFTMAX, SIGMOID, SPARSE_MIXER };  // as in routing.py
+enum Scoring { SOFTMAX, SIGMOID, SPARSE_MIXER, SQRT_SOFTPLUS };  // as in routing.py
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
@@ -69,6 +69,9 @@ struct Router {
     if (scoring == SPARSE_MIXER) return mix(logits, memory, weights, chosen);
     float *scores = memory, *choice = scores + experts;
     if (scoring == SOFTMAX) softmax(logits, experts, scores);
+    else if (scoring == SQRT_SOFTPLUS)
+      for (int64_t e = 0; e < experts; e++)
+        scores[e] = std::sqrt(logits[e] > 20.0f ? logits[e] : std::log1p(std::exp(logits[e])));
     else
       for_lanes(experts, [&](int64_t i, int n) {
         f32x16 exponent = load_up_to(logits + i, n) * -LOG2_E;

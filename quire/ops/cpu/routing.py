@@ -8,7 +8,7 @@ from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.reference import routing as reference
 from quire.ops.reference.routing import Routing
 
-_SCORINGS = ("softmax", "sigmoid", "sparse_mixer")  # in the order of routing.cpp
+_SCORINGS = ("softmax", "sigmoid", "sparse_mixer", "sqrt_softplus")  # in the order of routing.cpp
 
 
 @reference.choose_experts.implementation("cpu", supports=on_cpu)

@@ -13,13 +13,29 @@ class Routing(NamedTuple):
     """The options of a router's choice, see MoESpec in layers/specs.py."""
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparse_mixer", "sqrt_softplus"] = "softmax"
     jitter: float = 0.0
     normalize: bool = True
     scale: float = 1.0
     groups: int = 1
     topk_groups: int = 1
     group_score: Literal["best", "two_best"] = "best"
+
+
+def scores_of(logits: Tensor, scoring: str) -> Tensor:
+    """Return the scores of experts. logits: [tokens, experts], float32"""
+    if scoring == "sqrt_softplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    return logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+
+
+def weigh(logits: Tensor, experts: Tensor, routing: Routing) -> Tensor:
+    """Return the weights of experts that were chosen in another way. logits: [tokens, all experts]; experts: [tokens,
+    top_k], int64 -> [tokens, top_k], float32"""
+    weights = scores_of(logits.float(), routing.scoring).gather(1, experts)
+    if routing.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routing.scale
 
 
 def _row_sums(x: Tensor) -> Tensor:
@@ -38,7 +54,7 @@ def choose_experts(
     logits = logits.float()
     if routing.scoring == "sparse_mixer":
         return _sparse_mixer(logits, routing.jitter)
-    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    scores = scores_of(logits, routing.scoring)
     choice = scores if correction_bias is None else scores + correction_bias
     if routing.groups > 1:
         grouped = choice.view(len(logits), routing.groups, choice.shape[1] // routing.groups)

@@ -3,17 +3,21 @@
 from collections.abc import Sequence
 from functools import partial
 
-from quire.attention.base import AttentionShape, CacheBackend
+from quire.attention.base import AttentionBackend, AttentionShape, CacheBackend
 from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
 from quire.attention.chunked import in_chunks
+from quire.attention.compressed import CompressedEntries
 from quire.attention.cross import across
+from quire.attention.pooled import PooledSparseAttention
+from quire.attention.rows import Rows
 from quire.attention.selection import choose_backend
 from quire.attention.sparse import SparseAttention
 from quire.attention.sparse_stripes import StripedSparseAttention
 from quire.attention.states import StateBackend, matching_block_size
 from quire.config.engine import EngineConfig
-from quire.kv.specs import StateShape
+from quire.kv.specs import RowsShape, StateShape
+from quire.layers.attention_spec import CacheShape
 from quire.models.model import Shape
 from quire.ops import Kernels
 from quire.parallel.mesh import Mesh
@@ -37,6 +41,8 @@ def make_backends(
         if isinstance(cache, StateShape):
             drafts = 0 if speculation is None else speculation.num_speculative_tokens
             by_shape[cache] = StateBackend(cache, block_size, drafts, "triton" in kernels.chosen["scan"])
+        elif isinstance(cache, RowsShape):
+            by_shape[cache] = Rows(cache.size, target.dtype, block_size)
         elif cache not in by_shape:
             shape = AttentionShape(
                 cache.num_heads,
@@ -49,22 +55,33 @@ def make_backends(
                 target.narrow or CELLS.get(config.cache.kv_cache_dtype),
                 target.batch_invariant,
             )
-            if (indexer := cache.indexer) is not None:
-                sparse = indexer.top_k, indexer.head_dim
-                if context is None:
-                    by_shape[cache] = SparseAttention(shape, *sparse, choose)
-                else:
-                    by_shape[cache] = StripedSparseAttention(shape, mesh.cp, mesh.dcp, choose, kernels, *sparse)
-                continue
-            backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
-            if cache.chunk is not None:
-                backend = in_chunks(backend, cache.chunk)
-            elif cache.crossed:
-                backend = across(backend)
-            elif config.cache.compression is not None:
-                backend = by_head(backend)
+            backend: AttentionBackend
+            if cache.entries is not None:
+                backend = CompressedEntries(shape, cache.entries, choose)
+            elif cache.indexer is not None and cache.indexer.pool:
+                index = cache.indexer
+                backend = PooledSparseAttention(shape, index.top_k, index.pool, 2 * index.head_dim, choose)
+            elif cache.indexer is not None:
+                sparse = cache.indexer.top_k, cache.indexer.head_dim
+                backend = (
+                    SparseAttention(shape, *sparse, choose)
+                    if context is None
+                    else StripedSparseAttention(shape, mesh.cp, mesh.dcp, choose, kernels, *sparse)
+                )
+            else:
+                backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
+                backend = _wrapped(backend, cache, config)
             by_shape[cache] = backend
     return [by_shape[cache] for cache in shapes]
+
+
+def _wrapped(backend: AttentionBackend, cache: CacheShape, config: EngineConfig) -> AttentionBackend:
+    """Return the backend in the form that reads chunks, the tokens of an encoder, or compressed prompts."""
+    if cache.chunk is not None:
+        return in_chunks(backend, cache.chunk)
+    if cache.crossed:
+        return across(backend)
+    return backend if config.cache.compression is None else by_head(backend)
 
 
 def choose_block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, shapes: Sequence[Shape]) -> int:

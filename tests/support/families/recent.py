@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.families.base import GLOBAL, LOCAL, YARN, Variant, rope
 from support.families.experts import _EXPERTS, _LATENT
 
+SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+
 RECENT: dict[str, Variant] = {
     "arcee": ("arcee", {"rope_parameters": rope(10_000.0, "yarn", **YARN), "head_dim": 24}, {}),
     "seed_oss": ("seed_oss", {"head_dim": 24, "attention_bias": True}, {"seed": 1}),
@@ -142,7 +144,97 @@ RECENT: dict[str, Variant] = {
         {"without": ["v_head_dim"]},
     ),
 }
+_V4 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "partial_rotary_factor": 0.25,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "sliding_window": 20,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "hc_sinkhorn_iters": 4,
+}
+
+_GLM5 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 0,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "index_kpool": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "hc_sinkhorn_iters": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+
+_M3 = {
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_parameters": rope(10_000.0, partial_rotary_factor=0.5),
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 8,
+    "index_topk_blocks": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+}
+
 RECENT_EXPERTS: dict[str, Variant] = {
+    "minimax_m3": ("minimax_m3_vl_text", _M3, {"adds": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}),
+    "glm5_next": ("glm5_next_text", _GLM5, {"without": ["indexer_types"]}),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {
+            **_V4,
+            "layer_types": ["sliding_attention", SELECTED, COMPRESSED, SELECTED],
+            "compress_rates": {SELECTED: 4, COMPRESSED: 16},
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"],
+            "rope_parameters": rope(10_000.0, "yarn", **YARN),
+            "compress_rope_theta": 40_000.0,
+        },
+        {"hub_layout": True},
+    ),
+    "deepseek_v4-published-fields": (
+        "deepseek_v4",
+        {
+            **_V4,
+            "num_hidden_layers": 3,
+            "layer_types": [SELECTED, COMPRESSED, "sliding_attention"],
+            "mlp_layer_types": ["moe"] * 3,
+            "hc_mult": 2,
+            "o_groups": 4,
+            "vocab_size": 321,
+        },
+        {
+            "hub_layout": True,
+            "without": ["layer_types", "compress_rates", "rope_parameters", "mlp_layer_types", "partial_rotary_factor"],
+            "adds": {"compress_ratios": [4, 128, 0, 0], "num_hash_layers": 0, "qk_rope_head_dim": 8},
+        },
+    ),
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
