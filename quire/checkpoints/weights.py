@@ -55,9 +55,10 @@ class Checkpoint(ABC):
         """Return the checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger
         model."""
         root, _, bare = name.partition(".")
-        names = [name, bare, f"language_model.{name}", f"model.{name}", f"model.language_model.{name}"]
+        inner = [name, f"language_model.{name}"]
         if root == "model":
-            names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
+            inner += [f"language_model.{bare}", f"text_model.{bare}"]
+        names = [name, bare, *(f"{outer}{part}" for outer in _OUTER for part in inner)]
         if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
         return next((n for n in names if n in self.names), name)
@@ -80,6 +81,7 @@ class Checkpoint(ABC):
         slot.target.copy_(part if slot.shape else part.reshape(()))
 
 
+_OUTER = ("", "model.", "thinker.", "vlm.", "vlm.model.")  # prefixes of a model inside a larger one
 _READ_AT_ONCE = 1 << 20  # minimum bytes for one thread to read
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 

@@ -176,14 +176,15 @@ class SkipSpec:
 @dataclass(frozen=True)
 class DenseSpec:
     """norm(activation(x W^T + b)). name: the name of the weight in the checkpoint, or with a folder, in the checkpoint
-    in that folder, or in the torch file of that name. norm: None for no norm; norm_name: its name. bias_name: the
-    bias's name if it is not `name`. rows: the computed outputs out of the checkpoint's `out_features`; empty for all.
-    The activation "difference" subtracts the first of two outputs from the second."""
+    in that folder, or in the torch file of that name. bias: None if the checkpoint may have one. norm: None for no
+    norm; norm_name: its name. bias_name: the bias's name if it is not `name`. rows: the computed outputs out of the
+    checkpoint's `out_features`; empty for all. The activation "difference" subtracts the first of two outputs from the
+    second."""
 
     name: str
     in_features: int
     out_features: int
-    bias: bool = True
+    bias: bool | None = True
     activation: str = "identity"
     norm: NormSpec | None = None
     norm_name: str = ""

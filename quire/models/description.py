@@ -56,7 +56,7 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     pooling = describe_pooling(config, spec, directory, options)
     # Such a checkpoint often lacks the head, which is not needed.
     names = {**spec.names, "lm_head": None}
-    ignored = (*spec.ignored, r"^(lm_head|score|classifier)\b")
+    ignored = (*spec.ignored, r"^(language_model\.)?(lm_head|score|classifier)\b")
     spec = replace(spec, names=names, tie_embeddings=False, ignored=ignored)
     return ModelDescription(config, spec, _max_model_len(options, spec, pooling.files.max_tokens), pooling)
 

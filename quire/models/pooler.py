@@ -22,7 +22,8 @@ class Dense:
         parts = tuple(OutputPart(spec.name, spec.out_features, *span) for span in spans)
         self.weight = DenseWeight(builder, LinearShape(parts, spec.in_features, 0, spec.in_features))
         bias = spec.bias_name or f"{spec.name}.bias"
-        self.bias = builder.whole(bias, spec.out_features) if spec.bias else None
+        has_bias = builder.shape_of(bias) is not None if spec.bias is None else spec.bias
+        self.bias = builder.whole(bias, spec.out_features) if has_bias else None
         self.name = spec.activation
         self.activation = None
         if spec.activation not in ("identity", "tanh", "log1p_relu", "difference"):

@@ -22,6 +22,14 @@ CLASSIFIERS = (
     "ForSequenceScoring",
 )
 _OF_EACH_TOKEN = ("ForTokenClassification", "ForRewardModel", "ForProcessRewardModel")
+# Models of late interaction that see: the layer that makes the vectors, and whether it has a bias.
+_VECTORS: dict[str, tuple[str, bool | None]] = {
+    "ColQwen2": ("custom_text_proj", None),
+    "ColQwen2_5": ("custom_text_proj", None),
+    "ColQwen3": ("embedding_proj_layer", None),
+    "ColQwen3_5": ("custom_text_proj", None),
+    "OpsColQwen3Model": ("custom_text_proj", None),
+}
 _LABELS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2, "InternLM2ForRewardModel": 1}
 _STEP = 151651  # <extra_0>, which follows each step of a solution (Qwen2.5-Math-PRM)
 _JINA_MARKS = (151670, 151671)  # <|embed_token|> after each document, <|rerank_token|> after the query
@@ -45,8 +53,12 @@ def embedder(
         return PoolerSpec("all", (inner, outer), normalize=False, tokens=TokenChoice(_JINA_MARKS)), {}
     if is_late_interaction(name):
         layers = () if files is None else files.layers
-        size = next((config[key] for key in ("colbert_dim", "dim", "projection_dim") if config.get(key)), 128)
-        return PoolerSpec("all", layers=layers or (DenseSpec("linear", hidden, int(size), bias=False),)), {}
+        sizes = ("colbert_dim", "dim", "projection_dim", "embed_dim", "dims")
+        size = next((config[key] for key in sizes if config.get(key)), 128)
+        weight, bias = _VECTORS.get(name, ("linear", False))
+        return PoolerSpec("all", layers=layers or (DenseSpec(weight, hidden, int(size), bias),)), {}
+    if name == "Qwen3VLNemotronEmbedModel":
+        return PoolerSpec("all"), {}
     if name == "VoyageQwen3BidirectionalEmbedModel":
         linear = DenseSpec("linear", hidden, int(config["num_labels"]), bias=False)
         pooling = "last" if files is None else files.pooling or "all"
@@ -87,7 +99,7 @@ def _bge_m3(config: HfConfig, hidden: int, directory: Path) -> Poolers:
 
 def is_late_interaction(name: str) -> bool:
     """Whether an architecture makes a vector for each token, which are compared as in ColBERT (arXiv:2004.12832)."""
-    return name == "HF_ColBERT" or name.startswith("ColBERT")
+    return name == "HF_ColBERT" or name.startswith("ColBERT") or name in _VECTORS
 
 
 def classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
@@ -120,10 +132,19 @@ def _classifier_layers(
             return pooling, (head("v_head", bias=False),)
         if name.endswith(("ForRewardModel", "ForProcessRewardModel")):  # Qwen2.5-Math-RM and -PRM
             return pooling, (DenseSpec("score.0", hidden, hidden, True, "relu"), head("score.2"))
-        return pooling, (head("score", bias=name.endswith("ForTokenClassification")),)
+        older = tokens and name.startswith(("Bloom", "Falcon", "GPT2", "GPTNeoX", "Mpt"))
+        return pooling, (head("classifier" if older else "score", bias=name.endswith("ForTokenClassification")),)
     if tokens:
         return "all", (head("classifier"),)
-    if "Roberta" in name or "Camembert" in name:
+    if name.startswith("EuroBert"):
+        kind = config.get("classifier_pooling", "late")
+        if kind not in ("bos", "mean"):
+            raise ValueError(f"classifier_pooling={kind!r} is not supported; only 'bos' and 'mean' are")
+        return "cls" if kind == "bos" else "mean", (
+            DenseSpec("dense", hidden, hidden, True, "gelu"),
+            head("classifier"),
+        )
+    if any(family in name for family in ("Roberta", "Camembert", "JinaEmbeddingsV3")):
         return "cls", (DenseSpec("classifier.dense", hidden, hidden, True, "tanh"), head("classifier.out_proj"))
     prefix = str(spec.names["embedding"]).partition(".")[0]
     return "cls", (DenseSpec(f"{prefix}.pooler.dense", hidden, hidden, True, "tanh"), head("classifier"))

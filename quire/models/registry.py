@@ -20,6 +20,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
 ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
 POOLING: dict[str, Architecture | str] = _TABLES["pooling"]
+PREPROCESSING: dict[str, str] = _TABLES["preprocessing"]
 _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|(Process)?RewardModel))$"
 
 
@@ -94,7 +95,7 @@ def _with_encoder(config: HfConfig) -> DecoderSpec | None:
     if text is None or architecture is None:
         return None
     spec = read(checked(text), text["architectures"][0], partial(_verified, architecture))
-    media = MediaSpec("transformers", config)
+    media = MediaSpec("transformers", config, preprocessing=PREPROCESSING.get(str(config.get("model_type")), ""))
     return replace(spec, tie_embeddings=None, media=media, ignored=(*spec.ignored, _OF_ENCODERS))
 
 

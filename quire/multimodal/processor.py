@@ -62,7 +62,7 @@ class MediaProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self._most_items = options.most_items
-        if spec is not None and spec.family == "transformers" and options.language_model_only:
+        if spec is not None and not spec.own_preprocessing and options.language_model_only:
             spec = None  # its processor may need packages that are not installed
         self._spec = spec
         self._embeds_size = hidden_size if options.enable_prompt_embeds else 0
@@ -84,7 +84,9 @@ class MediaProcessor:
         def token(token_id: int) -> str:
             return self.tokenizer.id_to_token(token_id) or ""
 
-        return load_family(self._spec, {**self._settings, **settings}, token)
+        family = load_family(self._spec, {**self._settings, **settings}, token)
+        family.most_embeds = self.limits.capacity
+        return family
 
     def _usable_family(self, given: Mapping[str, Any]) -> Family:
         """given: the value of the option mm_processor_kwargs. Raises ConfigError if preprocessing fails with it."""
@@ -337,13 +339,13 @@ class MediaProcessor:
 def settings_of(spec: MediaSpec | None, directory: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model's preprocessing: the checkpoint's, which transformers reads itself, and the given
     ones."""
-    own = {} if spec is None or spec.family == "transformers" else read_settings(directory)
+    own = {} if spec is None or not spec.own_preprocessing else read_settings(directory)
     return {**own, **given}
 
 
 def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[int], str]) -> Family:
     """Create the family that the spec names. settings: of its processor. token: maps an id to the token's text."""
-    module = import_module(f"quire.multimodal.families.{spec.family}")
+    module = import_module(f"quire.multimodal.families.{spec.preprocessing or spec.family}")
     if hasattr(module, "Items"):
         own: Family = module.Items(spec.directory, spec.config, settings)
         return own

@@ -16,7 +16,8 @@ class MediaSpec:
     family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
     encoder). config: the checkpoint's whole config. levels: the number of layers with their own encoder features, see
     StepMedia. two_way: whether the tokens of an image attend to each other in both directions. encoder: of texts.
-    directory: of the checkpoint, once it is known.
+    directory: of the checkpoint, once it is known. preprocessing: of the module quire.multimodal.families.PREPROCESSING
+    if that is another one.
     """
 
     family: str
@@ -25,3 +26,9 @@ class MediaSpec:
     two_way: bool = False
     encoder: "DecoderSpec | None" = None
     directory: Path = field(default=Path(), compare=False)
+    preprocessing: str = ""
+
+    @property
+    def own_preprocessing(self) -> bool:
+        """Whether items are preprocessed by Quire, and not by transformers."""
+        return bool(self.preprocessing) or self.family != "transformers"

@@ -22,8 +22,8 @@ TEXTS = """arcee bloom deepseek_v3 exaone4 falcon gemma gemma2 gemma3_text glm g
     gpt_oss gptj hunyuan_v1_dense hunyuan_v1_moe jamba llama minicpm3 ministral ministral3 mistral mistral4 mixtral mpt
     nemotron olmo olmo2 olmo3 opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe qwen3_next
     seed_oss smollm3 stablelm starcoder2""".split()
-TOKENS = """apertus arcee exaone4 gemma gemma2 glm gpt_oss llama ministral3 mistral mixtral
-    nemotron persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm
+TOKENS = """apertus arcee bloom exaone4 falcon gemma gemma2 glm gpt2 gpt_neox gpt_oss llama ministral3 mistral mixtral
+    mpt nemotron persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm
     starcoder2""".split()
 
 

@@ -1,8 +1,9 @@
 """A tiny random checkpoint of every family of transformers, run by Quire and compared with transformers.
 
-Families are the causal language models and the image-text-to-text models of the installed transformers. Nothing here
-names one: configs are made by the rules of `support.tiny_configs`, weights by those below, processors of pictures by
-those of `support.every_processor`. Where the last ones fail, models with pictures are compared on texts.
+Families are the causal language models, the image-text-to-text models, and the models that generate text from sounds,
+of the installed transformers. Nothing here names one: configs are made by the rules of `support.tiny_configs`, weights
+by those below, processors of pictures and sounds by those of `support.every_processor`. Where the last ones fail,
+models with pictures or sounds are compared on texts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -43,12 +44,14 @@ _NORM_OF_HEADS = re.compile(r"([qk]|query|key)_?(layer)?_?norm")
 
 @dataclass(frozen=True)
 class Family:
-    """One of transformers' classes that generate, with one of its model types. architecture: as in config.json."""
+    """One of transformers' classes that generate, with one of its model types. architecture: as in config.json. sees,
+    hears: whether it takes pictures, or sounds and no pictures."""
 
     model_type: str
     model_class: str
     architecture: str
     sees: bool
+    hears: bool = False
 
     @property
     def name(self) -> str:
@@ -60,8 +63,8 @@ class Outcome:
     """How a family runs: "native", "encoder" (natively, with transformers' encoder), "transformers", "no", or "unknown"
     if there is no checkpoint; with the reason.
 
-    tokens: those compared, of which `tied` could have been others. seen: those of prompts with pictures. unseen: why
-    there are none. changes: of its config, besides the rules'.
+    tokens: those compared, of which `tied` could have been others. seen: those of prompts with pictures or sounds.
+    unseen: why there are none. changes: of its config, besides the rules'.
     """
 
     runs: str
@@ -84,12 +87,13 @@ def families(model_type: str | None = None) -> list[Family]:
     from transformers.models.auto import modeling_auto as auto
 
     mappings = [
-        (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, False),
-        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, True),
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, ""),
+        (_hearing(), "hears"),
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "sees"),
     ]
-    pairs = {(kind, name): sees for mapping, sees in mappings for kind, name in mapping.items()}
+    pairs = {(kind, name): sense for mapping, sense in mappings for kind, name in mapping.items()}
     found = []
-    for (kind, name), sees in pairs.items():
+    for (kind, name), sense in pairs.items():
         if model_type not in (None, kind):
             continue
         config, own = CONFIG_MAPPING[kind], _model_class(name).config_class
@@ -97,8 +101,25 @@ def families(model_type: str | None = None) -> list[Family]:
             continue  # the config of a larger model, which has this one's in it
         head = re.search(r"For\w+$", name)
         shared = own is not None and own is not config and head is not None
-        found.append(Family(kind, name, config.__name__.removesuffix("Config") + head[0] if shared else name, sees))
+        listed = config.__name__.removesuffix("Config") + head[0] if shared and head is not None else name
+        found.append(Family(kind, name, listed, sense == "sees", sense == "hears"))
     return sorted(found, key=lambda family: family.name.lower())
+
+
+def _hearing() -> dict[str, str]:
+    """The classes that generate text from sounds, by model type: all that recognize speech, and those of other tasks
+    that have a feature extractor or the config of an audio encoder."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
+
+    others = {**auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    heard = {
+        kind: name
+        for kind, name in others.items()
+        if kind in FEATURE_EXTRACTOR_MAPPING_NAMES or "audio_config" in CONFIG_MAPPING[kind].sub_configs
+    }
+    return {**heard, **auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
 
 
 def _model_class(name: str) -> Any:
@@ -221,13 +242,13 @@ def outcome(family: Family, folder: Path) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unseen = ""
-        if family.sees and family.architecture not in ARCHITECTURES:  # tests/multimodal compares those
+        if family.hears or (family.sees and family.architecture not in ARCHITECTURES):  # tests/multimodal has those
             try:
-                return _with_pictures(family, folder / "pictures")
+                return _with_items(family, folder / "items")
             except (NoProcessorError, NotMadeError) as error:
                 unseen = _short(error)
         found = _on_texts(family, folder)
-        found.unseen = unseen if found.runs == "encoder" else ""
+        found.unseen = unseen if found.runs == "encoder" or family.hears else ""
         return found
 
 
@@ -238,14 +259,17 @@ def _on_texts(family: Family, folder: Path) -> Outcome:
     except NotMadeError as error:
         return Outcome("unknown", _short(error))
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
-    if family.sees:
+    if family.sees or family.hears:
         options["language_model_only"] = True
     try:
         llm = make_llm(folder, **options)
     except ValueError as error:
         return Outcome("no", _short(error), changes=changes)
     found = Outcome(_way(llm), changes=changes)
-    for token_ids, prompt in _continued(llm, folder, options):
+    names = ("audio_token_id", "audio_token_index") if family.hears else ()
+    marks = {getattr(network.config, name, None) for name in names}
+    for generated, prompt in _continued(llm, folder, options):
+        token_ids = _before_marks(generated, marks)
         wrong, tied = judge(network, prompt, token_ids)
         found.tokens += len(token_ids)
         found.wrong += wrong
@@ -253,27 +277,33 @@ def _on_texts(family: Family, folder: Path) -> Outcome:
     return found
 
 
-def _with_pictures(family: Family, folder: Path) -> Outcome:
+def _with_items(family: Family, folder: Path) -> Outcome:
     """Raises NoProcessorError or NotMadeError if the rules make no checkpoint with a processor."""
     from transformers import CONFIG_MAPPING
 
     fields = with_small_pictures(shrunk(CONFIG_MAPPING[family.model_type]()))
-    made = make(family.model_type, fields)
+    made = make(family.model_type, fields, "audio" if family.hears else "image")
     network, changes = build(family, made)
     folder.mkdir()
     write(family, network, folder, made)
+    options = {"max_model_len": POSITIONS, "max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
     try:
-        llm = make_llm(folder, max_model_len=POSITIONS, max_num_batched_tokens=2 * CHUNK, max_num_seqs=4)
+        llm = make_llm(folder, **options)
     except ValueError as error:
         return Outcome("no", _short(error), changes=changes)
     if llm.processor.media is None:
         raise NoProcessorError("its encoder is missing")
     found = Outcome(_way(llm), changes=changes)
-    for wrong, tied, count in continued_items(llm, made, network):
-        found.tokens += count
-        found.seen += count
-        found.wrong += wrong
-        found.tied += tied
+    engines = [llm]
+    if family.hears:  # in a pool with hardly more blocks than one request needs
+        needed = llm.core.scheduler.kv.max_blocks(POSITIONS)
+        engines.append(make_llm(folder, **options, num_gpu_blocks_override=needed + 1))
+    for engine in engines:
+        for wrong, tied, count in continued_items(engine, made, network):
+            found.tokens += count
+            found.seen += count
+            found.wrong += wrong
+            found.tied += tied
     return found
 
 
@@ -302,10 +332,13 @@ def continued_items(llm: LLM, made: Made, network: Any) -> Iterator[tuple[int, i
     for _ in range(2):
         for answer, (text, given) in zip(llm.generate(fields, PARAMS, use_tqdm=False), texts, strict=True):
             assert answer.prompt_token_ids == inputs(made, text, given)["input_ids"][0].tolist()
-            token_ids = list(answer.outputs[0].token_ids)
-            marks = [index for index, token_id in enumerate(token_ids) if token_id in made.marks.values()]
-            token_ids = token_ids[: marks[0]] if marks else token_ids  # to transformers, one is a picture
+            token_ids = _before_marks(list(answer.outputs[0].token_ids), made.marks.values())
             yield *judge_item(network, made, text, given, token_ids), len(token_ids)
+
+
+def _before_marks(token_ids: list[int], marks: Collection[int | None]) -> list[int]:
+    """Tokens before the first one that is a picture or a sound to transformers."""
+    return token_ids[: next((i for i, token_id in enumerate(token_ids) if token_id in marks), None)]
 
 
 def _continued(llm: LLM, folder: Path, options: Fields) -> Iterator[tuple[list[int], list[int]]]:
@@ -335,7 +368,8 @@ def recorded() -> dict[str, dict[str, Any]]:
 def row_of(family: Family, found: Outcome) -> dict[str, Any]:
     """An outcome as it is recorded. Ties depend on the machine."""
     kept = {name: value for name, value in asdict(found).items() if name not in ("tied", "wrong") and value}
-    return {"family": family.name, "sees": family.sees, "transformers": version("transformers"), **kept}
+    senses = {"sees": family.sees, **({"hears": True} if family.hears else {})}
+    return {"family": family.name, **senses, "transformers": version("transformers"), **kept}
 
 
 def record(rows: dict[str, dict[str, Any]]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.registry import ARCHITECTURES
-from support.pooling_families import FAMILIES, WITH_PICTURES
+from support.hearing_families import ARCHITECTURES as HEARING
+from support.pooling_families import FAMILIES, LATE_INTERACTION, WITH_PICTURES
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("models.md", "multimodal.md", "speech.md")  # whose text names what other tests compare
@@ -52,7 +53,7 @@ def section(rows: Iterable[dict[str, Any]]) -> str:
     for row in sorted(rows, key=lambda row: ("native", "encoder", "transformers", "no", "unknown").index(row["runs"])):
         best.setdefault(row["family"].partition(":")[0], row)
     kinds = ("text", "multimodal", *POOLING_KINDS)
-    names = {*best, *ARCHITECTURES, *FAMILIES, *(name for kind in kinds for name in vllm()[kind])}
+    names = {*best, *ARCHITECTURES, *FAMILIES, *LATE_INTERACTION, *(name for kind in kinds for name in vllm()[kind])}
     runs = {name: how(name, best.get(name)) for name in names}
     lines = [*counts(runs), "", "| architecture | runs | compared with | vLLM |", "|---|---|---|---|"]
     for name in sorted(names, key=lambda name: (name.lower(), name)):
@@ -78,21 +79,26 @@ def counts(runs: dict[str, str]) -> list[str]:
 
 def pools(name: str) -> bool:
     """Whether a test compares the vectors or scores of an architecture, or it generates, so that any embeds."""
-    return name in FAMILIES or name in WITH_PICTURES or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
+    vectors = name in WITH_PICTURES or name in LATE_INTERACTION
+    return name in FAMILIES or vectors or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
 
 
 def how(name: str, row: dict[str, Any] | None) -> str:
-    if name in ARCHITECTURES or name in FAMILIES:
+    if name in ARCHITECTURES or name in FAMILIES or name in LATE_INTERACTION:
         return "native"
+    if name in HEARING:
+        return ENCODER
     if row is None:
         return "not yet"
     if row["runs"] == "transformers":
         return "transformers' code"
     if row["runs"] == "encoder":
-        return ENCODER if row.get("seen") else f"{ENCODER}; pictures were not compared ({row['unseen']})"
-    if row["sees"] and _REFUSED.search(row.get("reason", "")):
+        items = "sounds" if row.get("hears") else "pictures"
+        return ENCODER if row.get("seen") else f"{ENCODER}; {items} were not compared ({row['unseen']})"
+    with_items = row["sees"] or row.get("hears")
+    if with_items and _REFUSED.search(row.get("reason", "")):
         return f"not yet; {_REFUSED.sub('', row['reason'])}"
-    if row["sees"]:
+    if with_items and (row["sees"] or row["runs"] == "no"):
         return "not yet; its encoder is missing"
     if row["runs"] == "unknown":
         return f"not yet; the rules make no checkpoint ({row['reason']})"
@@ -103,8 +109,11 @@ def how(name: str, row: dict[str, Any] | None) -> str:
 def compared(name: str, row: dict[str, Any] | None) -> str:
     """row: None without an outcome. The other tests of native architectures are named on their pages."""
     parts = []
-    if row is not None and row.get("tokens"):
-        of = (", with pictures" if row.get("seen") else ", on texts") if row["sees"] else ""
+    if name in HEARING:
+        parts.append("transformers, with sounds")
+    elif row is not None and row.get("tokens"):
+        items = "sounds" if row.get("hears") else "pictures"
+        of = (f", with {items}" if row.get("seen") else ", on texts") if row["sees"] or row.get("hears") else ""
         parts.append(f"transformers{of}")
     if name in ARCHITECTURES:
         page = next((page for page in PAGES if f"`{name}`" in _written_by_hand(page)), None)
@@ -114,6 +123,8 @@ def compared(name: str, row: dict[str, Any] | None) -> str:
         parts.append(f"{FAMILIES[name].compared}, on [vectors or scores](embeddings.md)")
     if name in WITH_PICTURES:
         parts.append("transformers, on [vectors](embeddings.md) of pictures and texts")
+    if name in LATE_INTERACTION:
+        parts.append("transformers, and the head's formula, on [vectors](embeddings.md) of pictures and texts")
     return "; ".join(parts)
 
 

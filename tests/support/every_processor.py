@@ -69,10 +69,10 @@ class Made:
     most: int = 2
 
 
-def make(model_type: str, fields: Fields) -> Made:
-    """fields: of the tiny config. Raises NoProcessorError."""
+def make(model_type: str, fields: Fields, modality: str = "image") -> Made:
+    """fields: of the tiny config. modality: that of the items. Raises NoProcessorError."""
     try:
-        return _make(model_type, fields)
+        return _make(model_type, fields, modality)
     except NoProcessorError:
         raise
     except Exception as error:
@@ -80,7 +80,7 @@ def make(model_type: str, fields: Fields) -> Made:
         raise NoProcessorError(f"its processor cannot be made by rules: {first}") from error
 
 
-def _make(model_type: str, fields: Fields) -> Made:
+def _make(model_type: str, fields: Fields, modality: str) -> Made:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
     name = PROCESSOR_MAPPING_NAMES.get(model_type)
@@ -91,7 +91,7 @@ def _make(model_type: str, fields: Fields) -> Made:
     parts = {part: _part(part, model_type, kind, fields, tokenizer) for part in kind.get_attributes()}
     lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: None})
     processor = lenient(**parts, **_matching(inspect.signature(kind.__init__).parameters, fields, parts))
-    modality = "image" if "image_processor" in parts else "audio"
+    modality = modality if "image_processor" in parts else "audio"
     mark = getattr(processor, f"{modality}_placeholder_token", None) or getattr(processor, f"{modality}_token", None)
     if mark is None:
         raise NoProcessorError("its processor names no token that represents a picture or a sound")

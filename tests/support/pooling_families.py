@@ -451,4 +451,25 @@ FAMILIES: dict[str, PoolingFamily] = {
 }
 
 # Of vLLM's table of embedding models, those that sees, with the name of support.seeing.
-WITH_PICTURES = {"Qwen2VLForConditionalGeneration": "qwen2_vl"}
+WITH_PICTURES = {"LlavaNextForConditionalGeneration": "llava_next", "Qwen2VLForConditionalGeneration": "qwen2_vl"}
+
+
+@dataclass(frozen=True)
+class LateInteraction:
+    """A model with a vector for each token of pictures and texts. model: of support.seeing. linear: the layer that
+    makes the vectors; None without one. prefix: of the checkpoint's names, instead of "model."."""
+
+    model: str
+    linear: str | None
+    size_field: str = "dim"
+    prefix: str = "model."
+    bias: bool = True
+
+
+LATE_INTERACTION = {
+    "ColQwen2": LateInteraction("qwen2_vl", "custom_text_proj"),
+    "ColQwen3": LateInteraction("qwen3_vl", "embedding_proj_layer", "embed_dim", "vlm.model."),
+    "ColQwen3_5": LateInteraction("qwen3_5", "custom_text_proj", "dim", ""),
+    "OpsColQwen3Model": LateInteraction("qwen3_vl", "custom_text_proj", "dims", "", bias=False),
+    "Qwen3VLNemotronEmbedModel": LateInteraction("qwen3_vl", None),
+}

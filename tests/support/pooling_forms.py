@@ -21,6 +21,7 @@ from support.pooling_families import (
     jina_v3,
     jina_v5,
     saved,
+    scores,
     states_of,
 )
 
@@ -90,5 +91,14 @@ FORMS: dict[str, PoolingFamily] = {
     "nomic-embed-text-v2-moe": PoolingFamily(nomic_moe),
     "EuroBertModel": PoolingFamily(embeds("EuroBert", DECODER)),
     "JinaEmbeddingsV3Model": PoolingFamily(embeds("JinaEmbeddingsV3", ROBERTA)),
+    "EuroBertForSequenceClassification": PoolingFamily(
+        scores("EuroBert", DECODER, "ForSequenceClassification", num_labels=2, classifier_pooling="mean")
+    ),
+    "EuroBertForTokenClassification": PoolingFamily(
+        scores("EuroBert", DECODER, "ForTokenClassification", num_labels=2)
+    ),
+    "JinaEmbeddingsV3ForSequenceClassification": PoolingFamily(
+        scores("JinaEmbeddingsV3", ROBERTA, "ForSequenceClassification", num_labels=1)
+    ),
     "gte-Qwen2": PoolingFamily(embeds("Qwen2", {**DECODER, "is_causal": False})),
 }

@@ -486,8 +486,9 @@ SEEING = {
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "WhisperForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration",
-    "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration", "Qwen3ASRForConditionalGeneration", "BartForConditionalGeneration",
+    "MBartForConditionalGeneration", "T5ForConditionalGeneration", "MT5ForConditionalGeneration",
+    "UMT5ForConditionalGeneration",
 }  # fmt: skip
 
 

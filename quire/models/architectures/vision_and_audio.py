@@ -68,11 +68,36 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     return replace(_text(config), media=MediaSpec("qwen_vl", config, levels))
 
 
+def col_qwen3(config: HfConfig) -> DecoderSpec:
+    """Models of late interaction over Qwen3-VL."""
+    return qwen_vl({**config, **(config.get("vlm_config") or {}), "model_type": "qwen3_vl"})
+
+
+def col_qwen3_5(config: HfConfig) -> DecoderSpec:
+    """Models of late interaction over Qwen3.5."""
+    return qwen_vl({**config, "model_type": "qwen3_5"})
+
+
 def qwen2_audio(config: HfConfig) -> DecoderSpec:
     """Qwen2-Audio. Its config leaves out sizes of the text model."""
     sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32)
     config = {**config, "text_config": {"hidden_size": 4096, **sizes, **config["text_config"]}}
     return replace(_text(config, "qwen2"), media=MediaSpec("qwen2_audio", config))
+
+
+def qwen3_asr(config: HfConfig) -> DecoderSpec:
+    """Qwen3-ASR, in Qwen's own format, in which it is a part of the config, and in transformers'."""
+    whole = config.get("thinker_config") or config
+    text = {**whole["text_config"], "model_type": "qwen3"}
+    for name in ("rope_parameters", "rope_scaling"):  # a sound's positions are the same on all axes
+        if rope := text.get(name):
+            text[name] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    projector = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+    if whole is not config:
+        projector = ("audio_tower.proj1", "audio_tower.proj2")
+    return replace(
+        _text({**whole, "text_config": text}), media=MediaSpec("qwen3_asr", {**whole, "projector": projector})
+    )
 
 
 def idefics3(config: HfConfig) -> DecoderSpec:

@@ -43,17 +43,17 @@ class _Reached(Exception):  # noqa: N818 - no error: the forward has arrived at 
 
 
 class _NoTable(nn.Module):
-    """Takes the place of the table of embeddings: vectors of text have no effect on those of items."""
+    """Takes the place of the table of embeddings: vectors of text have no effect on those of items. value: of all their
+    elements."""
 
     def __init__(self, table: Any) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.weight.shape
-        self.calls = 0
+        self.value = 0.0
         self.dtype = table.weight.dtype
 
     def forward(self, ids: Tensor, *others: Any) -> Tensor:
-        self.calls += 1
-        return torch.zeros(*ids.shape, self.embedding_dim, dtype=self.dtype, device=ids.device)
+        return torch.full((*ids.shape, self.embedding_dim), self.value, dtype=self.dtype, device=ids.device)
 
 
 class Tower:
@@ -134,11 +134,8 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
     """Raises ValueError if the model does more with an item than to replace embeddings."""
     if not sample.num_embeds:
         raise ValueError(f"its processor makes no tokens that the embeddings of {modality} inputs replace")
-    table = tower.table
-    table.calls = 0
-    ids, inputs = tower.inputs_of_layers(modality, {name: torch.tensor(a) for name, a in sample.tensors.items()})
-    if table.calls > 1:
-        raise ValueError("its encoder reads the table of embeddings")
+    tensors = {name: torch.tensor(a) for name, a in sample.tensors.items()}
+    ids, inputs = tower.inputs_of_layers(modality, tensors)
     more = sorted(name for name, value in inputs.items() if value is not None and name not in _HARMLESS)
     if more:
         raise ValueError(f"its text layers also read {', '.join(more)}")
@@ -158,6 +155,11 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
     if not bool((replaced == (ids == tower.token_id(modality))).all()):
         raise ValueError(f"embeddings of {modality} inputs replace other tokens, too, or not all of theirs")
     _check_mask(inputs.get("attention_mask"), len(ids))
+    tower.table.value = 1.0
+    again = tower.inputs_of_layers(modality, tensors)[1]["inputs_embeds"]
+    tower.table.value = 0.0
+    if not torch.allclose(again[0, replaced], embeds[0, replaced]):
+        raise ValueError("its encoder reads the table of embeddings")
 
 
 def _check_mask(mask: Any, length: int) -> None:

@@ -22,7 +22,9 @@ _NEVER = float("-inf")
 
 
 class Layer:
-    def __init__(self, builder: Builder, name: str, config: Config, takes_adapters: bool) -> None:
+    def __init__(
+        self, builder: Builder, name: str, config: Config, takes_adapters: bool, key_bias: bool = False
+    ) -> None:
         hidden = config["d_model"]
         inner = config["encoder_ffn_dim"]
         self.heads = config["encoder_attention_heads"]
@@ -34,7 +36,7 @@ class Layer:
                 f"{name}.self_attn.{part}",
                 hidden,
                 hidden,
-                bias=part != "k_proj",
+                bias=part != "k_proj" or key_bias,
                 takes_adapters=takes_adapters,
             )
             for part in ("q_proj", "k_proj", "v_proj", "out_proj")

@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from quire.messages.errors import error_text
@@ -32,7 +33,11 @@ _SAME: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 }
 # Models in which tokens of a prompt also see those behind them, by their type.
 _TWO_WAY = {"paligemma"}
-_NAMES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+_NAMES = {
+    **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,  # some that hear are only here
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
 
 
 def class_of(config: dict[str, Any]) -> str | None:

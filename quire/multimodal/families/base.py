@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from quire.multimodal.pictures import MediaError
 from quire.multimodal.preprocessing import Array
 
 Config = Mapping[str, Any]
@@ -65,15 +66,16 @@ class Family(ABC):
 
     whole: whether the tokens of an image attend to each other in both directions. crossed: the number of embeddings
     that the model reads by cross-attention; then a prompt has one item without tokens. sample_rate: of audio.
-    adjustable: the settings that a request may change, such as "size.longest_edge", and their largest values, or None
-    for a switch. None of them changes the encoder's expected input, or makes items larger than the checkpoint and the
-    options allow.
+    most_embeds: of an item. adjustable: the settings that a request may change, such as "size.longest_edge", and their
+    largest values, or None for a switch. None of them changes the encoder's expected input, or makes items larger than
+    the checkpoint and the options allow.
     """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     whole = False
     crossed = 0
     sample_rate = 0
+    most_embeds = 1 << 40
     adjustable: Mapping[str, int | None] = MappingProxyType({})
 
     @abstractmethod
@@ -91,6 +93,11 @@ class Family(ABC):
     def audio(self, samples: Array) -> Prepared:
         """samples: float32, `sample_rate` a second. Raises MediaError if the model does not support it."""
         raise NotImplementedError
+
+    def check_count(self, count: int) -> None:
+        """Raises MediaError for an item with too many embeddings, before they cost anything."""
+        if count > self.most_embeds:
+            raise MediaError(f"an item of {count} embeddings is more than encoder_cache_size ({self.most_embeds})")
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
         """Return the rotary positions [axes, tokens], int32, if they differ from the tokens' positions."""
