@@ -11,10 +11,12 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from support.dictation import THOUGHT, Parrot
 from support.pages import MARKS, ask, fill, last_answer, load, until, visit
 from support.server import Host, Service, eventually
 
 pytestmark = MARKS
+STORY = " ".join(["Tell me a story."] * 5)
 TOOLS = [
     {
         "type": "function",
@@ -39,8 +41,8 @@ DROP = """([target, name, type, text]) => {
 
 
 def test_an_answer_is_streamed_with_its_figures(page: Any, server: Service):
-    answer = ask(page, "Tell me a story.", max_tokens="40", temperature="0")
-    expected = server.chat("Tell me a story.", max_tokens=40, temperature=0)
+    answer = ask(page, STORY, max_tokens="40", temperature="0")
+    expected = server.chat(STORY, max_tokens=40, temperature=0)
     eventually(lambda: answer.locator(".markdown").inner_text() == expected["choices"][0]["message"]["content"])
     assert answer.locator(".token").count() == 0, "the likelihood of tokens is not asked for"
     facts = answer.locator(".facts").text_content()
@@ -52,7 +54,7 @@ def test_an_answer_is_streamed_with_its_figures(page: Any, server: Service):
     assert page.locator(".message").count() == 4
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(".message.user").first.get_by_role("button", name="Copy").click()
-    eventually(lambda: page.evaluate("navigator.clipboard.readText()") == "Tell me a story.")
+    eventually(lambda: page.evaluate("navigator.clipboard.readText()") == STORY)
 
 
 def test_the_likelihood_of_tokens_is_shown_if_asked_for(page: Any, server: Service):
@@ -123,7 +125,7 @@ def test_errors_are_shown_and_name_the_field(page: Any):
 
 
 def test_a_required_call_is_a_card_that_takes_its_result(page: Any):
-    fill(page, tools=json.dumps(TOOLS), temperature="0", max_tokens="60")
+    fill(page, tools=json.dumps(TOOLS), temperature="0", max_tokens="60", more='{"parallel_tool_calls": false}')
     page.check("[name=logprobs]")
     page.select_option("[name=tool_choice]", "required")
     answer = ask(page, "How is the weather?")
@@ -139,6 +141,24 @@ def test_a_required_call_is_a_card_that_takes_its_result(page: Any):
     last_answer(page)
     assert card.locator(".result").text_content() == "ResultIt rains."
     assert page.locator(".message").count() == 3
+
+
+def test_thinking_is_folded_with_its_duration(browser: Any):
+    options = {"max_num_seqs": 4, "num_gpu_blocks_override": 200}
+    host = Host(dtype="float32", logits_processors=[Parrot], reasoning_parser="qwen3", **options)
+    try:
+        with visit(browser, host.serve()) as page:
+            answer = ask(page, THOUGHT)
+            eventually(lambda: answer.locator(".markdown").inner_text() == "I will look.")
+            assert re.fullmatch(r"Thought for [\d.]+ m?s", answer.locator("summary").text_content())
+            assert not answer.locator(".thoughts .text").is_visible()
+            answer.locator("summary").click()
+            assert answer.locator(".thoughts .text").inner_text().strip() == "It is a city."
+            with page.expect_request("**/v1/chat/completions") as sent:
+                ask(page, "And then?")
+            assert sent.value.post_data_json["messages"][1]["content"].strip() == "I will look."
+    finally:
+        host.close()
 
 
 def test_a_request_can_be_copied_and_runs(page: Any):

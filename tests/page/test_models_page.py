@@ -20,8 +20,8 @@ def test_the_model_of_an_ordinary_server_is_listed(page: Any):
     ask(page, "Hello", max_tokens="20")
     page.click("#tab-models")
     page.locator("#models-list tr").wait_for()
-    ((name, state, size, parameters, context, speed, action),) = rows(page)
-    assert (name, state, context, action) == ("demo", "in memory", "2,048", "")
+    ((name, state, size, memory, parameters, context, speed, action),) = rows(page)
+    assert (name, state, memory, context, action) == ("demo", "in memory", "–", "2,048", "")
     assert re.fullmatch(r"[\d.]+ MiB", size)
     assert parameters == "4.49M · BF16"
     assert "tokens/s, first after" in speed
@@ -43,10 +43,10 @@ def test_models_of_a_router_are_loaded_and_unloaded(page: Any):
             states[name] = {"/load": "loading", "/unload": "unloaded"}[path]
             route.fulfill(json={"success": True})
             return
-        data = [{"id": name, "status": {"value": state}} for name, state in states.items()]
+        data = [{"id": name, "status": {"value": state}, "memory": 1 << 20} for name, state in states.items()]
         route.fulfill(json={"data": data, "object": "list"})
 
-    page.route(re.compile(r"^[^/]+//[^/]+/models(/load|/unload)?$"), answer)
+    page.route(re.compile(r"^[^/]+//[^/]+(/v1)?/models(/load|/unload)?$"), answer)
     page.click("#tab-models")
     page.get_by_role("button", name="Load: large").click()
     eventually(lambda: ["large", "being loaded"] in [row[:2] for row in rows(page)])
@@ -106,7 +106,7 @@ def test_two_models_answer_side_by_side(browser: Any, host: Host):
         until(page, "document.querySelectorAll('.message.other')[0]?.querySelector('.model').textContent === 'one'")
         page.select_option("[name=other]", "")
         ask(page, "And then?")
-        load(page, page.url)
+        load(page, page.url.partition("#")[0])
         until(page, "document.querySelectorAll('.message').length === 5")
         assert page.locator(".pair .other .model").text_content() == "one", "the choice is kept"
 
@@ -125,8 +125,8 @@ def test_the_timeline_tells_why_a_request_took_its_time(page: Any, server: Servi
     names = page.locator("#lives .lane strong").all_text_contents()
     assert names[:3] == ["Queue", "Prompt", "Output"]
     text = page.locator("#lives .lanes").text_content()
-    assert re.search(r"\d+ tokens in \d+ chunks", text)
-    assert "30 tokens in" in text
+    assert re.search(r"\d+ tokens, chunks: \d+", text)
+    assert "30 tokens, steps: 30" in text
     page.uncheck("#keep-recording")
     page.click("#tab-chat")
     eventually(lambda: not server.app.state.live._viewers)

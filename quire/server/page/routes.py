@@ -61,7 +61,6 @@ async def about(request: Request) -> dict[str, Any]:
     parallel = server.llm.config.parallel
     llm = server.llm
     media = () if llm.processor.media is None else llm.processor.media.placeholders
-    paths = {getattr(route, "path", "") for route in request.app.routes}
     return {
         "version": __version__,
         "models": server.names,
@@ -69,8 +68,6 @@ async def about(request: Request) -> dict[str, Any]:
         "has_chat_template": llm.frontend.has_chat_template,
         "takes_pictures": "image" in media,
         "takes_audio": "audio" in media,
-        "has_ollama_api": "/api/pull" in paths,
-        "loads_models": "/models/load" in paths,
         "max_model_len": llm.max_model_len,
         "mesh": {
             "stages": parallel.pipeline_parallel_size,

@@ -97,16 +97,22 @@ function act(event, action) {
 
 // ---- the start
 
+/** Shows a model of the server. A server with several models loads it. */
+async function use(names, model) {
+  const path = names.length > 1 ? `ui/about?model=${encodeURIComponent(model)}` : "ui/about";
+  const about = { ...await (await call(path)).json(), models: names, model };
+  const values = { model, tokens: number(about.max_model_len), version: about.version };
+  engine.start(about, tips);
+  await chat.start(about);
+  byId("status").textContent = t("{model} · {tokens} tokens of context · version {version}", values);
+}
+
 async function start() {
   try {
-    const about = await (await call("ui/about")).json();
+    const names = (await (await call("v1/models")).json()).data.map(({ id }) => id);
     byId("key-form").hidden = true;
-    const values = { model: about.models[0], tokens: number(about.max_model_len), version: about.version };
-    byId("status").textContent = t("{model} · {tokens} tokens of context · version {version}", values);
-    engine.start(about, tips);
-    models.start(about);
+    await use(names, chat.modelName(names));
     show(tabs.find((tab) => location.hash === `#${tab.getAttribute("aria-controls")}`) ?? tabs[0]);
-    await chat.start(about);
   } catch (error) {
     if (byId("key-form").hidden) byId("status").textContent = error.message;
   }
@@ -120,6 +126,7 @@ listenToKeys();
 tips.listen();
 drawers.listen();
 models.listen(chat.listModels);
+chat.onModel(use);
 askForKey(() => { byId("key-form").hidden = false; byId("key").focus(); });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

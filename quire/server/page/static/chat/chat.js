@@ -40,6 +40,20 @@ const actions = {
   explain: (message) => lives.link(message.request),
 };
 
+/** The model to use first, of those that the server has. */
+export function modelName(names) { return options.modelName(names); }
+
+/** @param {(names: string[], model: string) => Promise<void>} use is called when the user chooses a model */
+export function onModel(use) {
+  byId("options").elements.model.addEventListener("change", async (event) => {
+    try {
+      await use(about.models, event.target.value);
+    } catch (error) {
+      tell(error.message);
+    }
+  });
+}
+
 export async function start(server) {
   const isFirst = about === null;
   about = server;
@@ -111,7 +125,7 @@ async function open(id) {
   const active = [...running.values()].find((each) => each.conversation.id === id);
   if (active) conversation = active.conversation;
   else {
-    const record = (await store.list()).find((each) => each.id === id);
+    const record = await store.get(id);
     if (!record) return;
     conversation = new Conversation(record, await store.messagesOf(id));
     views.clear();

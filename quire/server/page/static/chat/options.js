@@ -11,9 +11,12 @@ const CURRENT = "quire-options", PRESETS = "quire-presets";
 const SHOWN = 5; // alternatives of a token
 const GIVEN = { Precise: { temperature: "0" }, Balanced: { temperature: "0.7", top_p: "0.95" }, Creative: { temperature: "1.1", min_p: "0.05" } };
 const form = byId("options");
+let isStarted = false;
 
 export function start(about) {
   listModels(about.models);
+  if (isStarted) return;
+  isStarted = true;
   for (const [name, value] of Object.entries(stored(CURRENT, {}))) if (!MODELS.includes(name)) write(name, value);
 }
 
@@ -39,7 +42,11 @@ export function listen() {
   showPresets("");
 }
 
-export function modelName() { return form.elements.model.value; }
+/** The model that was used last, if it is one of the names, and the first one otherwise. */
+export function modelName(names) {
+  const { model } = stored(CURRENT, {});
+  return names.includes(model) ? model : names[0];
+}
 
 /** The model that answers beside the chosen one, or "". */
 export function otherModel() { return form.elements.other.value; }

@@ -1,5 +1,6 @@
 // Collects the events of a streamed answer in its message, and measures it.
 
+const SHORTEST = 50; // milliseconds of a stream whose speed is measured
 const REASONS = new Set(["length", "stopped", "tool_calls", "repetition"]);
 
 export class Reply {
@@ -71,7 +72,7 @@ export class Reply {
   figures() {
     const figures = {}, { usage } = this, count = usage?.completion_tokens ?? this.tokens.length;
     if (this.first !== null) figures.first = this.first - this.began;
-    if (count > 1 && this.last > this.first) figures.rate = 1000 * (count - 1) / (this.last - this.first);
+    if (count > 1 && this.last - this.first > SHORTEST) figures.rate = 1000 * (count - 1) / (this.last - this.first);
     if (usage) {
       figures.prompt = usage.prompt_tokens;
       figures.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;

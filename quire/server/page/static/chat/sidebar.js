@@ -72,8 +72,7 @@ function rename(place, open, record) {
     isDone = true;
     const title = field.value.trim();
     if (isKept && title) {
-      record.title = title;
-      await store.save(record);
+      await store.save({ ...await store.get(record.id), title });
       chat.renamed(record.id, title);
     }
     refresh();
@@ -95,7 +94,8 @@ async function remove({ id, title }) {
   refresh();
 }
 
-async function load(record) { return new Conversation(record, await store.messagesOf(record.id)); }
+// As it is stored now, which may be newer than the list.
+async function load({ id }) { return new Conversation(await store.get(id), await store.messagesOf(id)); }
 
 async function exportOne(record, kind) {
   const conversation = await load(record), name = `${record.title.replace(/[^\p{L}\p{N} _-]+/gu, "").trim() || "conversation"}.${kind}`;

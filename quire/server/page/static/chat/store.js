@@ -39,6 +39,9 @@ export async function list() {
   return found.sort((a, b) => b.changed - a.changed);
 }
 
+/** @returns {Promise<object | undefined>} a conversation without its messages */
+export function get(id) { return transaction("readonly", (conversations) => resultOf(conversations.get(id))); }
+
 /** @returns {Promise<object[]>} the messages of a conversation */
 export function messagesOf(id) {
   return transaction("readonly", (_, messages) => resultOf(messages.index("conversation").getAll(id)));

@@ -37,7 +37,9 @@ let connection = null;
 let isWatched = false;
 
 export function start(server, tips) {
+  const isOther = page && page.server.model !== server.model;
   page = { server, ...tips };
+  if (isOther) connection?.abort(); // the next one is to the other model
   if (!byId("timeline").hasChildNodes()) byId("timeline").append(new lives.Timeline().element);
 }
 
@@ -53,13 +55,18 @@ async function look() {
   while (isWatched) {
     connection = new AbortController();
     try {
-      for await (const event of events(await call("ui/events", undefined, connection.signal))) take(event);
+      for await (const event of events(await call(eventsPath(), undefined, connection.signal))) take(event);
       state(t("The stream has ended; trying again."));
     } catch (error) {
       if (error.name !== "AbortError") state(t("{problem} Trying again.", { problem: error.message }));
     }
     if (isWatched) await new Promise((resolve) => { setTimeout(resolve, AGAIN); });
   }
+}
+
+function eventsPath() {
+  const { models, model } = page.server;
+  return models.length > 1 ? `ui/events?model=${encodeURIComponent(model)}` : "ui/events";
 }
 
 function state(text) {

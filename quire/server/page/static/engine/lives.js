@@ -46,10 +46,10 @@ export function phasesOf(life) {
   add(t("Queue"), "rejected", [[0, after(life.began || end)]], t("until its first step began"));
   const prompt = chunks.reduce((sum, [, , tokens]) => sum + tokens, 0);
   const found = life.cached ? t("{count} more tokens were found in the cache", { count: number(life.cached) }) : t("nothing was found in the cache");
-  const chunkText = t("{tokens} tokens in {count} chunks; {found}", { tokens: number(prompt), count: chunks.length, found });
+  const chunkText = t("{tokens} tokens, chunks: {count}; {found}", { tokens: number(prompt), count: chunks.length, found });
   add(t("Prompt"), "prompt", chunks.map(([from, to]) => [after(from), after(to)]), chunkText);
   if (life.first) {
-    const text = t("{tokens} tokens in {count} steps", { tokens: number(life.output), count: number(life.steps) });
+    const text = t("{tokens} tokens, steps: {count}", { tokens: number(life.output), count: number(life.steps) });
     const drafts = life.accepted || life.rejected
       ? `; ${t("{accepted} drafts accepted, {rejected} rejected", { accepted: life.accepted ?? 0, rejected: life.rejected ?? 0 })}` : "";
     add(t("Output"), "decode", without([[life.first, life.last]], preemptions).map((part) => part.map(after)), text + drafts);

@@ -12,18 +12,10 @@ const STATES = {
   loaded: "in memory", loading: "being loaded", sleeping: "sleeping", failed: "failed", unloaded: "on disk",
 };
 
-const PATHS = ["v1/models", "api/tags", "api/ps", "models"];
-
-let routes = {}; // that the server has
 let isShown = false;
 let timer = null;
 let pulling = null;
 let onList = () => {};
-
-export function start(about) {
-  routes = { "v1/models": true, "api/tags": about.has_ollama_api, "api/ps": about.has_ollama_api, models: about.loads_models };
-  byId("pull").hidden = !about.has_ollama_api;
-}
 
 /** @param {(names: string[]) => void} changed is called with the names that requests can have */
 export function listen(changed) {
@@ -48,19 +40,22 @@ async function ask(path) {
   }
 }
 
-/** @returns {Promise<object[]>} { name, state, canLoad, size, details, length, expires, error } */
+/** @returns {Promise<object[]>} { name, state, canLoad, size, details, length, memory, requests, error } */
 async function collect() {
-  const [served, tags, active, router] = await Promise.all(PATHS.map((path) => (routes[path] ? ask(path) : null)));
+  const [served, tags, active] = await Promise.all(["v1/models", "api/tags", "api/ps"].map(ask));
+  const loadsModels = served?.data.some(({ status }) => status), router = loadsModels ? await ask("models") : null;
   const found = new Map();
   const at = (name) => {
     const short = name.endsWith(LATEST) ? name.slice(0, -LATEST.length) : name;
     if (!found.has(short)) found.set(short, { name: short, state: "unloaded", canLoad: false });
     return found.get(short);
   };
-  for (const { id, max_model_len: length, parent } of served?.data ?? []) Object.assign(at(id), { length, parent, isServed: true });
+  for (const { id, max_model_len: length } of served?.data ?? []) at(id).length = length;
   for (const { name, size, details } of tags?.models ?? []) Object.assign(at(name), { size, details });
-  for (const { name, expires_at: expires } of active?.models ?? []) Object.assign(at(name), { state: "loaded", expires });
-  for (const { id, status } of router?.data ?? []) Object.assign(at(id), { state: status?.value ?? "unloaded", error: status?.error, canLoad: true });
+  for (const { name } of active?.models ?? []) at(name).state = "loaded";
+  for (const { id, status, memory, needed_memory: needed, requests } of router?.data ?? []) {
+    Object.assign(at(id), { state: status.value, error: status.error, memory: memory || needed, requests, canLoad: true });
+  }
   onList((served?.data ?? []).map(({ id }) => id));
   return [...found.values()];
 }
@@ -74,7 +69,7 @@ async function refresh() {
 }
 
 function row(model) {
-  const { name, state, size, details = {}, length, error } = model;
+  const { name, state, size, details = {}, length, memory, requests, error } = model;
   const made = element("tr"), head = element("th", "", name), speed = speeds.of(name);
   head.scope = "row";
   const text = (value) => made.insertCell().append(value ?? "–");
@@ -82,7 +77,9 @@ function row(model) {
   const mark = element("span", `state ${state}`, t(STATES[state] ?? state));
   if (error) mark.title = error;
   text(mark);
+  if (requests) mark.append(` · ${t("requests: {count}", { count: requests })}`);
   text(size ? bytes(size) : null);
+  text(memory ? bytes(memory) : null);
   text([details.parameter_size, details.quantization_level].filter(Boolean).join(" · ") || null);
   text(length ? number(length) : null);
   text(speed ? t("{rate} tokens/s, first after {time}", { rate: number(speed.rate, 1), time: duration(Math.round(speed.first)) }) : null);
