@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from support.pages import chromium, visit
 from support.server import Host, Service
 
 
@@ -19,3 +21,15 @@ def host() -> Iterator[Host]:
 @pytest.fixture(scope="session")
 def server(host: Host) -> Service:
     return host.serve()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Any, server: Service) -> Iterator[Any]:
+    with visit(browser, server) as page:
+        yield page

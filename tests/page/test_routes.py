@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from quire.server.page import live
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 
-NAMES = sorted(path.name for path in files("quire.server.page").joinpath("static").iterdir())
+STATIC = Path(str(files("quire.server.page"))) / "static"
+SERVED = (".html", ".css", ".js", ".svg", ".json", ".woff2")
+NAMES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.suffix in SERVED)
+OWN = [name for name in NAMES if not name.startswith("vendor/")]
 
 
 class Viewer:
@@ -63,12 +67,13 @@ def test_the_page_and_its_files(server: Service):
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert server.get("/ui/unknown.js").status == 404
+    assert server.get("/ui/vendor/README.md").status == 404
     assert server.get("/ui/..%2f__init__.py").status == 404
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OWN)
 def test_nothing_comes_from_outside_and_nothing_is_inline(name):
-    text = files("quire.server.page").joinpath("static", name).read_text(encoding="utf-8")
+    text = (STATIC / name).read_text(encoding="utf-8")
     allowed = ("http://www.w3.org/2000/svg",)
     for quote in ('"', "'", "`", "("):
         for scheme in ("http://", "https://", "//"):
@@ -78,6 +83,25 @@ def test_nothing_comes_from_outside_and_nothing_is_inline(name):
         assert "style=" not in text
         assert "<style" not in text
         assert "onclick" not in text
+
+
+def test_vendored_libraries_are_small_named_and_licensed():
+    vendor = STATIC / "vendor"
+    assert sum(path.stat().st_size for path in vendor.rglob("*") if path.is_file()) < 1.2e6
+    table = (vendor / "README.md").read_text(encoding="utf-8")
+    loaded = (STATIC / "vendor.js").read_text(encoding="utf-8")
+    folders = [path for path in vendor.iterdir() if path.is_dir()]
+    assert len(folders) == 4
+    for folder in folders:
+        assert (folder / "LICENSE").is_file()
+        assert f"| {folder.name.rpartition('-')[2]} |" in table
+        assert f"/{folder.name}" in loaded
+
+
+def test_no_file_of_the_page_is_long():
+    for name in OWN:
+        if not name.endswith(".json"):
+            assert len((STATIC / name).read_text(encoding="utf-8").splitlines()) <= 500, name
 
 
 def test_all_viewers_see_the_same(server: Service, host: Host):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.engine.observation.lives import Life, Lives
 from quire.engine.observation.ranks import RankView, RankWatch
 from quire.engine.observation.tiers import TierView, TierWatch, views, watch_tiers
 from quire.messages.engine import EngineCoreRequest
@@ -72,8 +73,8 @@ class Cells(msgspec.Struct):
 
 
 class View(msgspec.Struct):
-    """The changes since a viewer's last look. All lists are complete, except that steps and cells contain only new
-    ones."""
+    """The changes since a viewer's last look. All lists are complete, except that steps, cells and lives contain only
+    new or changed ones."""
 
     time: float
     num_blocks: int
@@ -84,6 +85,7 @@ class View(msgspec.Struct):
     cells: list[Cells]
     steps: list[Step]
     requests: list[Seen]
+    lives: list[Life]
     num_running: int
     num_waiting: int
     rates: dict[str, float]
@@ -95,11 +97,12 @@ class View(msgspec.Struct):
 
 
 class _Viewer:
-    """The data already sent to a viewer: the map, the last step, and how many blocks of each request."""
+    """The data already sent to a viewer: the map, the last step, the lives, and how many blocks of each request."""
 
     def __init__(self) -> None:
         self.map = ""
         self.step = 0
+        self.lives = 0  # the clock of the lives
         self.looked_at = 0.0
         self.blocks: dict[str, int] = {}
 
@@ -133,6 +136,7 @@ class Observer:
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
         self._last: dict[str, float] = {}  # when each request received its last token
+        self._lives = Lives()
         self._tiers: list[TierWatch] = []
         self._ranks: RankWatch | None = None
 
@@ -192,17 +196,21 @@ class Observer:
         seen = self._open[step.step_id] = Step(step.step_id, len(requests))
         drafts = self._drafts[step.step_id] = step.num_draft_tokens or [0] * len(requests)
         new = {request.request_id for request in step.new_requests}
+        prompts: list[int] = []
         for request, count, drafted in zip(requests, step.num_tokens, drafts, strict=True):
             start = request.num_computed_tokens - count
             prompt = max(0, min(count, request.num_prompt_tokens - start))
+            prompts.append(prompt)
             seen.prompt += prompt
             seen.decode += count - prompt - drafted
             if request.request_id in new:
                 seen.cached += request.num_cached_tokens
+        self._lives.schedule(step.step_id, requests, prompts, time.monotonic())
 
     def withdrawn(self, step_id: int) -> None:
         for kept in (self._rows, self._open, self._drafts):
             kept.pop(step_id, None)
+        self._lives.withdraw(step_id)
 
     def retired(self, step_id: int) -> None:
         """Do nothing: `_updated` records the step with more detail."""
@@ -215,10 +223,13 @@ class Observer:
             self._end()
             return
         if seen is None or output.was_skipped:
+            self._lives.withdraw(output.step_id)
             return
         now = time.monotonic()
         made = 0
+        results: list[tuple[Request, int, int]] = []
         for request, sampled, drafted in zip(rows, output.sampled_token_ids, drafts, strict=False):
+            results.append((request, len(sampled), drafted))
             if sampled:
                 made += len(sampled)
                 seen.accepted += len(sampled) - 1 if drafted else 0
@@ -226,6 +237,7 @@ class Observer:
             seen.rejected += drafted - (len(sampled) - 1 if sampled else 0) if drafted else 0
             if request.status is Status.FINISHED:
                 self._last.pop(request.request_id, None)
+        self._lives.update(output.step_id, results, now)
         self._tokens.append((now, seen.prompt, made))
         while now - self._tokens[0][0] > WINDOW_SECONDS:
             self._tokens.popleft()
@@ -257,6 +269,7 @@ class Observer:
         pool = self._scheduler.kv.pool
         self._scan()
         steps = [step for step in self._steps if step.id > seen.step]
+        lives, seen.lives = self._lives.changed_since(seen.lives)
         if steps:
             seen.step = steps[-1].id
         stats = self._core.stats
@@ -277,6 +290,7 @@ class Observer:
             self._changed(seen),
             steps,
             self._requests(seen),
+            lives,
             stats.num_running,
             stats.num_waiting,
             self._rates(now),
@@ -375,6 +389,7 @@ class Observer:
 
     def finish(self, request: EngineCoreRequest) -> None:
         self._last.pop(request.request_id, None)
+        self._lives.finish(request.request_id, time.monotonic())
 
     def settle(self) -> bool:
         return False

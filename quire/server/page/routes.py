@@ -1,7 +1,7 @@
 """The page at `GET /`, its files, and its stream of events."""
 
 from collections.abc import AsyncGenerator
-from importlib.resources import files
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -11,22 +11,23 @@ from starlette.responses import Response, StreamingResponse
 from quire._version import __version__
 from quire.server.page.live import MOST_VIEWERS, Live
 
-_STATIC = {
-    path.name: path.read_bytes() for path in files("quire.server.page").joinpath("static").iterdir() if path.is_file()
-}  # so names from clients never reach the file system
 _TYPES = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
-    "json": "application/json",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml; charset=utf-8",
+    ".json": "application/json; charset=utf-8",
+    ".woff2": "font/woff2",
 }
+_FOLDER = Path(__file__).parent / "static"
+_STATIC = {
+    path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in _FOLDER.rglob("*") if path.suffix in _TYPES
+}  # so names from clients never reach the file system
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
 }
 OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they reveal nothing about the engine
 
@@ -59,12 +60,14 @@ async def about(request: Request) -> dict[str, Any]:
     server = request.app.state.server
     parallel = server.llm.config.parallel
     llm = server.llm
+    media = () if llm.processor.media is None else llm.processor.media.placeholders
     return {
         "version": __version__,
         "models": server.names,
         "generates": llm.processor.generates,
         "has_chat_template": llm.frontend.has_chat_template,
-        "takes_pictures": llm.processor.media is not None and "image" in llm.processor.media.placeholders,
+        "takes_pictures": "image" in media,
+        "takes_audio": "audio" in media,
         "max_model_len": llm.max_model_len,
         "mesh": {
             "stages": parallel.pipeline_parallel_size,
@@ -77,7 +80,7 @@ async def about(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/ui/{name}")
+@router.get("/ui/{name:path}")
 async def file(name: str) -> Response:
     return _file(name)
 
@@ -85,5 +88,7 @@ async def file(name: str) -> Response:
 def _file(name: str) -> Response:
     if name not in _STATIC:
         raise HTTPException(404)
-    kind = _TYPES[name.rpartition(".")[2]]
-    return Response(_STATIC[name], headers={**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"})
+    has_version = name.startswith("vendor/")  # in its path, so the file never changes
+    caching = "max-age=31536000, immutable" if has_version else "no-cache"
+    kind = _TYPES[PurePosixPath(name).suffix]
+    return Response(_STATIC[name], headers={**_HEADERS, "Content-Type": kind, "Cache-Control": caching})

@@ -28,19 +28,31 @@ async function problem(response) {
   }
 }
 
-// The objects of a stream, until it ends.
+/** The objects of a stream of lines, until it ends. */
+export async function* lines(response) {
+  for await (const part of parts(response, "\n")) if (part.trim()) yield JSON.parse(part);
+}
+
+/** The objects of a stream of server-sent events, until it ends. */
 export async function* events(response) {
+  for await (const part of parts(response, "\n\n")) {
+    const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+    if (data === "[DONE]") return;
+    if (data) yield JSON.parse(data);
+  }
+}
+
+async function* parts(response, end) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-      if (data === "[DONE]") return;
-      if (data) yield JSON.parse(data);
+    if (done) {
+      if (rest) yield rest;
+      return;
     }
+    const found = (rest + value).split(end);
+    rest = found.pop();
+    yield* found;
   }
 }

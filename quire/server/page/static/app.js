@@ -1,11 +1,16 @@
-// The frame of the page: tabs, light and dark, the API key, and hints.
+// The frame of the page: tabs, language, light and dark, the API key, and the keyboard.
 
 import { askForKey, call, setKey } from "./api.js";
-import * as engine from "./engine.js";
+import * as chat from "./chat/chat.js";
+import { byId } from "./dom.js";
+import * as drawers from "./drawers.js";
+import * as engine from "./engine/engine.js";
+import { choose, language, LANGUAGES, number, t, translate } from "./i18n.js";
 import * as learn from "./learn.js";
-import * as playground from "./playground.js";
+import * as models from "./models/models.js";
+import * as tips from "./tips.js";
 
-const byId = (id) => document.getElementById(id);
+const KEEP = "quire-keep-recording";
 const tabs = [...document.querySelectorAll("[role=tab]")];
 
 function show(tab) {
@@ -15,23 +20,40 @@ function show(tab) {
     other.tabIndex = chosen ? 0 : -1;
     byId(other.getAttribute("aria-controls")).hidden = !chosen;
   }
-  history.replaceState(null, "", `#${tab.getAttribute("aria-controls")}`);
-  engine.watch(tab.id === "tab-engine" && !document.hidden);
-  learn.show(tab.id === "tab-learn");
+  const name = tab.getAttribute("aria-controls");
+  history.replaceState(null, "", `#${name}`);
+  for (const each of document.querySelectorAll(".chat-only")) each.hidden = name !== "chat";
+  watch();
+  models.show(name === "models");
+  learn.show(name === "learn");
 }
 
-for (const tab of tabs) {
-  tab.addEventListener("click", () => show(tab));
-  tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
-    const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
-    show(next);
-    next.focus();
-  });
+function listenToTabs() {
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => show(tab));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
+      show(next);
+      next.focus();
+    });
+  }
+  // Nothing is recorded for a page that nobody sees.
+  document.addEventListener("visibilitychange", watch);
+  byId("keep-recording").checked = localStorage.getItem(KEEP) === "yes";
+  byId("keep-recording").addEventListener("change", () => localStorage.setItem(KEEP, byId("keep-recording").checked ? "yes" : "no"));
 }
-// Nothing is recorded for a page that nobody sees.
-document.addEventListener("visibilitychange", () => engine.watch(!byId("engine").hidden && !document.hidden));
+
+function watch() { engine.watch(!document.hidden && (!byId("engine").hidden || byId("keep-recording").checked)); }
+
+// ---- language
+
+function listLanguages() {
+  byId("language").replaceChildren(...Object.entries(LANGUAGES).map(([code, name]) => new Option(name, code)));
+  byId("language").value = language;
+  byId("language").addEventListener("change", () => choose(byId("language").value));
+}
 
 // ---- light and dark
 
@@ -45,57 +67,66 @@ function paint() {
   engine.repaint();
 }
 
-byId("theme").addEventListener("click", () => {
-  theme = document.documentElement.classList.contains("dark") ? "light" : "dark";
-  localStorage.setItem("quire-theme", theme);
-  paint();
-});
-dark.addEventListener("change", paint);
-
-// ---- hints: a sentence about what is meant, for the pointer and for the keyboard
-
-const tip = byId("tip");
-
-export function showTip(text, x, y) {
-  tip.textContent = text;
-  tip.hidden = false;
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - width - 4))}px`;
-  tip.style.top = `${y + height + 20 > innerHeight ? y - height - 12 : y + 16}px`;
+function listenToTheme() {
+  byId("theme").addEventListener("click", () => {
+    theme = document.documentElement.classList.contains("dark") ? "light" : "dark";
+    localStorage.setItem("quire-theme", theme);
+    paint();
+  });
+  dark.addEventListener("change", paint);
 }
 
-export function hideTip() { tip.hidden = true; }
+// ---- the keyboard
 
-function hintOf(event) { return event.target.closest?.(".hint"); }
-document.addEventListener("pointerover", (event) => {
-  const hint = hintOf(event);
-  if (hint) showTip(hint.dataset.hint, event.clientX, event.clientY);
-});
-document.addEventListener("pointerout", (event) => { if (hintOf(event)) hideTip(); });
-document.addEventListener("focusin", (event) => {
-  const hint = hintOf(event);
-  if (!hint || !hint.matches(":focus-visible")) return;
-  const { left, bottom } = hint.getBoundingClientRect();
-  showTip(hint.dataset.hint, left, bottom);
-});
-document.addEventListener("focusout", (event) => { if (hintOf(event)) hideTip(); });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+function listenToKeys() {
+  document.addEventListener("keydown", (event) => {
+    if (document.querySelector("dialog[open]")) return;
+    if (event.key === "Escape" && !event.defaultPrevented) { if (!drawers.close()) chat.stop(); }
+    if (event.altKey && event.code === "KeyN") act(event, chat.begin);
+    if ((event.ctrlKey || event.metaKey) && event.code === "KeyK") act(event, () => byId("search").focus());
+    const isTyping = event.target.closest("input, textarea, select");
+    if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey) act(event, () => byId("prompt").focus());
+  });
+}
+
+function act(event, action) {
+  event.preventDefault();
+  show(byId("tab-chat"));
+  action();
+}
 
 // ---- the start
 
+/** Shows a model of the server. A server with several models loads it. */
+async function use(names, model) {
+  const path = names.length > 1 ? `ui/about?model=${encodeURIComponent(model)}` : "ui/about";
+  const about = { ...await (await call(path)).json(), models: names, model };
+  const values = { model, tokens: number(about.max_model_len), version: about.version };
+  engine.start(about, tips);
+  await chat.start(about);
+  byId("status").textContent = t("{model} · {tokens} tokens of context · version {version}", values);
+}
+
 async function start() {
   try {
-    const about = await (await call("ui/about")).json();
+    const names = (await (await call("v1/models")).json()).data.map(({ id }) => id);
     byId("key-form").hidden = true;
-    byId("status").textContent = `${about.models[0]} · ${about.max_model_len.toLocaleString("en")} tokens of context · version ${about.version}`;
-    playground.start(about);
-    engine.start(about, { showTip, hideTip });
+    await use(names, chat.modelName(names));
     show(tabs.find((tab) => location.hash === `#${tab.getAttribute("aria-controls")}`) ?? tabs[0]);
   } catch (error) {
     if (byId("key-form").hidden) byId("status").textContent = error.message;
   }
 }
 
+translate();
+listLanguages();
+listenToTabs();
+listenToTheme();
+listenToKeys();
+tips.listen();
+drawers.listen();
+models.listen(chat.listModels);
+chat.onModel(use);
 askForKey(() => { byId("key-form").hidden = false; byId("key").focus(); });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,21 +1,18 @@
 // What the views draw with.
 
+import { element } from "./dom.js";
+import { t } from "./i18n.js";
+
 export function color(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 
-export function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
+/** A section with a heading and a hint, both in English. */
 export function panel(width, title, hint) {
   const made = element("section", `panel ${width}`);
-  const heading = element("h2", "", title);
+  const heading = element("h2", "", t(title));
   const button = element("button", "hint", "?");
   button.type = "button";
-  button.dataset.hint = hint;
-  button.setAttribute("aria-label", `${title}: ${hint}`);
+  button.dataset.hint = t(hint);
+  button.setAttribute("aria-label", `${t(title)}: ${t(hint)}`);
   heading.append(button);
   made.append(heading);
   return made;
@@ -27,7 +24,7 @@ export function legend(items) {
     const item = element("li");
     const mark = element("i");
     mark.style.background = `var(--${name})`;
-    item.append(mark, text);
+    item.append(mark, t(text));
     list.append(item);
   }
   return list;

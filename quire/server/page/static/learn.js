@@ -1,6 +1,7 @@
 // Plays recorded runs step by step: what a step computes, and where it puts it. tools/record_runs.py makes them.
 
 import { call } from "./api.js";
+import { t } from "./i18n.js";
 
 const byId = (id) => document.getElementById(id);
 const SECONDS = 1.6; // of a step, while it plays
@@ -35,7 +36,7 @@ function choose(number) {
 function play(wanted) {
   clearInterval(timer);
   timer = wanted ? setInterval(() => (step + 1 < run.steps.length ? go(step + 1) : play(false)), 1000 * SECONDS) : null;
-  byId("play").textContent = wanted ? "Pause" : "Play";
+  byId("play").textContent = wanted ? t("Pause") : t("Play");
   byId("play").setAttribute("aria-pressed", wanted);
   if (wanted && step + 1 === run.steps.length) go(0);
 }
@@ -43,7 +44,7 @@ function play(wanted) {
 function go(number) {
   step = Math.max(0, Math.min(run.steps.length - 1, number));
   byId("step").value = step;
-  byId("place").textContent = `step ${step + 1} of ${run.steps.length}`;
+  byId("place").textContent = t("step {number} of {count}", { number: step + 1, count: run.steps.length });
   byId("back").disabled = step === 0;
   byId("next").disabled = step === run.steps.length - 1;
   const now = run.steps[step];

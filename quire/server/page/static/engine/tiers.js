@@ -1,6 +1,7 @@
 // Draws what lies in the tiers beyond the KV cache, and what moves between them and it.
 
-import { bytes, canvas, color, element, legend, panel, prepare, strip } from "./draw.js";
+import { bytes, canvas, color, legend, panel, prepare, strip } from "../draw.js";
+import { element } from "../dom.js";
 
 const LOOKS = 160; // that the chart of moves shows
 const HINT = "Blocks are copied to these tiers when a step has filled them, and can be found there when the KV cache needs their place for something else. Before a request runs, those of its blocks that only a tier has are loaded.";

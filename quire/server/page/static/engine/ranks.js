@@ -1,6 +1,7 @@
 // Draws the ranks of a replica, and the replicas beside each other.
 
-import { bytes, element, legend, panel, strip } from "./draw.js";
+import { bytes, legend, panel, strip } from "../draw.js";
+import { element } from "../dom.js";
 
 const LOOKS = 8; // that the use of processors is the average of
 const RANKS = "Ranks are processes that compute every step together. Stages of a pipeline have some of the layers each, and hand each step on. The ranks of a stage divide each layer, or the tokens. Each rank has its part of every block of the KV cache.";

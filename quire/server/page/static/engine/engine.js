@@ -1,7 +1,10 @@
 // Shows what the engine does: its blocks, requests, steps and times.
 
-import { call, events } from "./api.js";
-import { canvas, color, element, legend, ms, panel, prepare, strip } from "./draw.js";
+import { call, events } from "../api.js";
+import { canvas, color, legend, ms, panel, prepare, strip } from "../draw.js";
+import { element } from "../dom.js";
+import { number, t } from "../i18n.js";
+import * as lives from "./lives.js";
 import { Ranks, Replicas } from "./ranks.js";
 import { Tiers } from "./tiers.js";
 
@@ -33,7 +36,12 @@ let replicas = null; // if there are several
 let connection = null;
 let isWatched = false;
 
-export function start(server, tips) { page = { server, ...tips }; }
+export function start(server, tips) {
+  const isOther = page && page.server.model !== server.model;
+  page = { server, ...tips };
+  if (isOther) connection?.abort(); // the next one is to the other model
+  if (!byId("timeline").hasChildNodes()) byId("timeline").append(new lives.Timeline().element);
+}
 
 // Begin or end to look. Nothing is sent, and nothing recorded, while nobody looks.
 export function watch(wanted) {
@@ -47,13 +55,18 @@ async function look() {
   while (isWatched) {
     connection = new AbortController();
     try {
-      for await (const event of events(await call("ui/events", undefined, connection.signal))) take(event);
-      state("The stream has ended; trying again.");
+      for await (const event of events(await call(eventsPath(), undefined, connection.signal))) take(event);
+      state(t("The stream has ended; trying again."));
     } catch (error) {
-      if (error.name !== "AbortError") state(`${error.message} Trying again.`);
+      if (error.name !== "AbortError") state(t("{problem} Trying again.", { problem: error.message }));
     }
     if (isWatched) await new Promise((resolve) => { setTimeout(resolve, AGAIN); });
   }
+}
+
+function eventsPath() {
+  const { models, model } = page.server;
+  return models.length > 1 ? `ui/events?model=${encodeURIComponent(model)}` : "ui/events";
 }
 
 function state(text) {
@@ -63,7 +76,7 @@ function state(text) {
 
 function take(event) {
   if (event.problem) { state(event.problem); return; }
-  state(event.state === "ready" ? "" : `The engine is ${event.state}.`);
+  state(event.state === "ready" ? "" : t("The engine is {state}.", { state: t(event.state) }));
   if (event.is_whole && cores.length !== event.views.length) {
     cores = event.views.map((_, number) => new Core(number, event.views.length));
     replicas = cores.length > 1 ? new Replicas(page, cores.length) : null;
@@ -90,7 +103,7 @@ class Core {
     this.steps = [];
     this.requests = new Map();
     this.view = null;
-    if (count > 1) this.element.append(element("h2", "", `Replica ${number}`));
+    if (count > 1) this.element.append(element("h2", "", t("Replica {number}", { number })));
     this.numbers = element("dl", "numbers");
     const numbers = panel("whole", "Now", HINTS.numbers);
     numbers.append(this.numbers);
@@ -110,7 +123,7 @@ class Core {
     const scroll = element("div", "scroll");
     scroll.tabIndex = 0;
     scroll.setAttribute("role", "group");
-    scroll.setAttribute("aria-label", "Requests");
+    scroll.setAttribute("aria-label", t("Requests"));
     this.table = element("table", "requests");
     scroll.append(this.table);
     requests.append(scroll);
@@ -124,6 +137,7 @@ class Core {
 
   take(view, isWhole) {
     this.view = view;
+    lives.take(view.lives, view.time);
     if (isWhole) { this.steps = []; this.requests.clear(); this.map = ""; }
     for (const { start, states } of view.cells) {
       this.map = this.map.slice(0, start) + states + this.map.slice(start + states.length);
@@ -152,7 +166,7 @@ class Core {
     const share = (part, whole) => (whole ? `${(100 * part / whole).toFixed(0)} %` : "–");
     const times = (list) => (list.length ? list.map((value) => value.toFixed(value < 10 ? 1 : 0)).join(" · ") : "–");
     const rows = [
-      ["Generated", `${view.rates.output ?? 0} tokens/s`], ["Prompts", `${view.rates.prompt ?? 0} tokens/s`],
+      ["Generated", t("{rate} tokens/s", { rate: view.rates.output ?? 0 })], ["Prompts", t("{rate} tokens/s", { rate: view.rates.prompt ?? 0 })],
       ["Running · waiting", `${view.num_running} · ${view.num_waiting}`], ["Blocks in use", share(used, view.num_blocks)],
       ["Prompts found in cache", share(totals.prefix_hits, totals.prefix_queries)],
       ["Preemptions", String(totals.preemptions)],
@@ -162,7 +176,7 @@ class Core {
     if (this.numbers.children.length !== rows.length) {
       this.numbers.replaceChildren(...rows.map(([name]) => {
         const pair = element("div");
-        pair.append(element("dt", "", name), element("dd"));
+        pair.append(element("dt", "", t(name)), element("dd"));
         return pair;
       }));
     }
@@ -184,18 +198,19 @@ class Core {
     }
     context.globalAlpha = 1;
     const { view } = this, per = view.blocks_per_cell;
-    const what = `${(view.num_blocks - view.num_free).toLocaleString("en")} of ${view.num_blocks.toLocaleString("en")} blocks of ${view.block_size} tokens are in use`;
-    this.mapText.textContent = `${what}.${per > 1 ? ` Each square is ${per} blocks, and shows the most used one.` : ""}`;
-    this.mapCanvas.setAttribute("aria-label", `Map of the KV cache: ${what}`);
+    const values = { used: number(view.num_blocks - view.num_free), all: number(view.num_blocks), size: view.block_size };
+    const what = t("{used} of {all} blocks of {size} tokens are in use", values);
+    this.mapText.textContent = `${what}. ${per > 1 ? t("Each square is {count} blocks, and shows the most used one.", { count: per }) : ""}`;
+    this.mapCanvas.setAttribute("aria-label", `${t("Map of the KV cache")}: ${what}`);
   }
 
   tellCell(event) {
     const column = Math.floor(event.offsetX / this.cellSize), cell = Math.floor(event.offsetY / this.cellSize) * this.columns + column;
     if (column >= this.columns || cell >= this.map.length) { page.hideTip(); return; }
     const per = this.view.blocks_per_cell, count = Number(this.map[cell]), first = 1 + cell * per;
-    const name = per > 1 ? `Blocks ${first} to ${Math.min(first + per - 1, this.view.num_blocks)}` : `Block ${first}`;
+    const name = per > 1 ? t("Blocks {first} to {last}", { first, last: Math.min(first + per - 1, this.view.num_blocks) }) : t("Block {number}", { number: first });
     const states = ["free", "free; its content can be found by later prompts", "used by one request"];
-    let text = `${name}: ${states[count] ?? `used by ${count > 8 ? "8 or more" : count - 1} requests at once`}`;
+    let text = `${name}: ${states[count] ? t(states[count]) : t("used by {count} requests at once", { count: count > 8 ? "≥ 8" : count - 1 })}`;
     const users = [...this.requests.values()].filter((request) => request.blocks?.includes(first));
     if (per === 1 && users.length) text += ` (${users.map((request) => request.id).join(", ")})`;
     page.showTip(text, event.clientX, event.clientY);
@@ -218,16 +233,16 @@ class Core {
     });
     context.fillStyle = color("soft");
     context.font = "12px system-ui, sans-serif";
-    context.fillText(`${most.toLocaleString("en")} tokens`, 2, 11);
+    context.fillText(t("{count} tokens", { count: number(most) }), 2, 11);
     const last = this.steps.at(-1);
-    this.stepCanvas.setAttribute("aria-label", last ? `The last step computed ${sentence(last)}` : "There was no step so far");
+    this.stepCanvas.setAttribute("aria-label", last ? `${t("The last step computed")}: ${sentence(last)}` : t("There was no step so far"));
   }
 
   tellStep(event) {
     const step = this.steps[Math.floor(event.offsetX / this.bar) - STEPS + this.steps.length];
     if (!step) { page.hideTip(); return; }
     const time = Object.values(step.ms).reduce((sum, each) => sum + each, 0);
-    page.showTip(`Step ${step.id}, ${step.requests} ${step.requests === 1 ? "request" : "requests"}: ${sentence(step)}, in ${ms(time)}`, event.clientX, event.clientY);
+    page.showTip(`${t("Step {id}, requests: {count}", { id: step.id, count: step.requests })}: ${sentence(step)}; ${ms(time)}`, event.clientX, event.clientY);
   }
 
   paintStations() {
@@ -242,13 +257,13 @@ class Core {
       context.fillRect(x, 4, Math.max(0, size - 1), 26);
       x += size;
     });
-    this.stationCanvas.setAttribute("aria-label", total ? `A step takes ${ms(total)}` : "There was no step so far");
+    this.stationCanvas.setAttribute("aria-label", total ? t("A step takes {time}", { time: ms(total) }) : t("There was no step so far"));
     if (!this.stationList.children.length) {
       for (const name of names) {
         const [mark, label, hint] = STATIONS[name], item = legend([[mark, label]]).firstChild, button = element("button", "hint", "?");
         button.type = "button";
-        button.dataset.hint = hint;
-        button.setAttribute("aria-label", `${label}: ${hint}`);
+        button.dataset.hint = t(hint);
+        button.setAttribute("aria-label", `${t(label)}: ${t(hint)}`);
         item.append(element("span"), button);
         this.stationList.append(item);
       }
@@ -259,18 +274,18 @@ class Core {
   paintRequests() {
     const head = element("thead"), body = element("tbody"), titles = head.insertRow();
     for (const [title, kind] of [["Request"], ["State"], ["Computed, of what it may become", "bar"], ["Tokens"], ["Found in the cache", "wide"], ["Preempted", "wide"]]) {
-      const cell = element("th", kind, title);
+      const cell = element("th", kind, t(title));
       cell.scope = "col";
       titles.append(cell);
     }
     for (const request of this.requests.values()) {
       const row = body.insertRow();
       row.insertCell().textContent = request.id;
-      row.insertCell().textContent = request.state;
+      row.insertCell().textContent = t(request.state);
       const cell = row.insertCell();
       cell.className = "bar";
       cell.append(bar(request));
-      row.insertCell().textContent = `${request.computed} of ${request.known}`;
+      row.insertCell().textContent = t("{computed} of {known}", request);
       for (const value of [request.cached ?? 0, request.preemptions ?? 0]) {
         const more = row.insertCell();
         more.className = "wide";
@@ -280,7 +295,7 @@ class Core {
     if (!this.requests.size) {
       const cell = body.insertRow().insertCell();
       cell.colSpan = 6;
-      cell.textContent = "There are none. Ask something in the playground, and come back here.";
+      cell.textContent = t("There are none. Ask something in the chat, and come back here.");
     }
     this.table.replaceChildren(head, body);
   }
@@ -294,7 +309,7 @@ function bar(request) {
 }
 
 function sentence(step) {
-  return KINDS.filter(([kind]) => step[kind]).map(([kind, text]) => `${step[kind]} ${text}`).join(", ") || "nothing";
+  return KINDS.filter(([kind]) => step[kind]).map(([kind, text]) => `${step[kind]} ${t(text)}`).join(", ") || t("nothing");
 }
 
 
