@@ -1,7 +1,7 @@
 """The page at `GET /`, its files, and its stream of events."""
 
 from collections.abc import AsyncGenerator
-from importlib.resources import files
+from importlib import resources
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -12,7 +12,9 @@ from quire._version import __version__
 from quire.server.page.live import MOST_VIEWERS, Live
 
 _STATIC = {
-    path.name: path.read_bytes() for path in files("quire.server.page").joinpath("static").iterdir() if path.is_file()
+    path.name: path.read_bytes()
+    for path in resources.files("quire.server.page").joinpath("static").iterdir()
+    if path.is_file()
 }  # so names from clients never reach the file system
 _TYPES = {
     "html": "text/html",
@@ -30,10 +32,11 @@ _HEADERS = {
 }
 OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they reveal nothing about the engine
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False)  # about one model
+files = APIRouter(include_in_schema=False)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@files.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
     return _file("index.html")
 
@@ -77,7 +80,7 @@ async def about(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/ui/{name}")
+@files.get("/ui/{name}")
 async def file(name: str) -> Response:
     return _file(name)
 
