@@ -33,6 +33,26 @@ def add_model(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
     complete_models(flag)
 
 
+class _Models(_Model):
+    """Stores any number of models in `models`, and the only one also as _Model does."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        namespace.models = list(dict.fromkeys(values))
+        if len(namespace.models) == 1:
+            super().__call__(parser, namespace, namespace.models[0], option_string)
+
+
+def add_models(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
+    """Add any number of models as positional arguments, and --model for a single one."""
+    parser.set_defaults(models=[])
+    positional = parser.add_argument("models", nargs="*", metavar="MODEL", action=_Models, help=text)
+    flag = parser.add_argument("--model", metavar="MODEL", action=_Model, help="the same, as a flag")
+    complete_models(positional)
+    complete_models(flag)
+
+
 def add_model_flag(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
     """Add only --model, for commands whose first argument is something else."""
     complete_models(parser.add_argument("--model", metavar="MODEL", help=text))

@@ -211,6 +211,14 @@ _MEDIA = (
     Conflict(f.PROMPT_EMBEDS, f.LEARNED_POSITIONS, "given embeddings have no such positions"),
 )
 _INTERFACE = (
+    Conflict(f.SEVERAL_MODELS, f.API_PROCESSES, "one API process starts and ends their engines", _OUT),
+    *_with_each(f.SEVERAL_MODELS, (f.HEADLESS, f.SEVERAL_MACHINES, f.RAY), "they run on one machine", _OUT),
+    *_with_each(
+        f.SEVERAL_MODELS,
+        (f.SERVED_NAMES, f.LORA_MODULES),
+        "it belongs to one model",
+        "set names and adapters for each model in the file of --models",
+    ),
     Conflict(f.API_PROCESSES, f.LORA_FOLDER, "adapters are loaded into one API process"),
     Conflict(f.LORA_FOLDER, f.NO_ADMIN_API, "clients load its adapters by that API"),
     Conflict(f.WEIGHTS_FOLDER, f.NO_ADMIN_API, "clients replace the weights by that API"),

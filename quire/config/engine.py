@@ -22,6 +22,7 @@ from quire.config.multimodal import MultiModalConfig
 from quire.config.parallel import ParallelConfig as ParallelConfig
 from quire.config.profile import ProfileConfig
 from quire.config.scheduling import SchedulerConfig as SchedulerConfig
+from quire.config.several_models import SeveralModels
 from quire.config.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 from quire.config.weights import WeightsConfig
 
@@ -105,7 +106,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig(HttpLimits):
+class ServerConfig(HttpLimits, SeveralModels):
     """Server."""
 
     host: str = "127.0.0.1"
@@ -162,6 +163,7 @@ class ServerConfig(HttpLimits):
 
     def __post_init__(self) -> None:
         self.check_http()
+        self.check_models()
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
         at_least(
             self,

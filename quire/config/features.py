@@ -63,13 +63,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class Setup:
-    """The facts known at one point of the start. Features of unknown parts are off."""
+    """The facts known at one point of the start. Features of unknown parts are off. several_models: whether the server
+    has more than one model."""
 
     engine: "EngineConfig | None" = None
     server: "ServerConfig | None" = None
     model: ModelFacts = ModelFacts()
     place: Place = Place()
     operation: Operation = Operation()
+    several_models: bool = False
 
 
 class Kind(Enum):
@@ -232,6 +234,12 @@ LORA_MODULES = _server("lora_modules", lambda c: bool(c.lora_modules))
 WEIGHTS_FOLDER = _server("weights_folder", lambda c: c.weights_folder is not None)
 NO_ADMIN_API = _server("enable_admin_api", lambda c: not c.enable_admin_api, Kind.MISSING)
 API_PROCESSES = _server("api_server_count", lambda c: c.api_server_count > 1)
+SERVED_NAMES = _server("served_model_name", lambda c: bool(c.served_model_name))
+SEVERAL_MODELS = Feature(
+    "several models",
+    lambda setup: setup.several_models or (setup.server is not None and setup.server.names_models),
+    Kind.OPTION,
+)
 MEMORY_STORE = _server("response_store='memory'", lambda c: c.response_store == "memory")
 
 # ---- what a model has

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from secrets import token_hex
 from typing import Any, NamedTuple, get_args
+
+from prometheus_client.metrics_core import Metric
 
 from quire.config.engine import EngineConfig
 from quire.engine.core_client import CoreClient, CoreState
@@ -366,13 +368,21 @@ class AsyncLLM:
 
     def render_metrics(self) -> bytes:
         """Return the engine's metrics in Prometheus' text format; empty without log_stats."""
+        self._report_cache_config()
+        return self.metrics.render()
+
+    def metric_families(self) -> Iterable[Metric]:
+        """Return the same metrics, for a caller that adds those of other engines."""
+        self._report_cache_config()
+        return self.metrics.collect()
+
+    def _report_cache_config(self) -> None:
         cache = self.config.cache
         cores = self.client.sizes
         names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
         options = {**{name: getattr(cache, name) for name in names.split()}, "cache_dtype": cache.kv_cache_dtype}
         sizes = ({"num_gpu_blocks": s.num_blocks, "kv_cache_size_tokens": s.kv_cache_tokens} for s in cores)
         self.metrics.set_cache_config([{**options, **size} for size in sizes])
-        return self.metrics.render()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.frontend.tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
 from quire.observability.exposition import are_shared, exposition
@@ -105,14 +106,23 @@ class EngineMetrics:
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        if self._adapters is not None:
-            found: tuple[set[str], set[str]] = set(), set()  # before the first token, after it
-            for sequence in self._sequences.values():
-                found[bool(sequence.first_token_at)].add(sequence.adapter)
-            self._adapters.clear()
-            names = (",".join(sorted(some - {""})) for some in found)
-            self._adapters.labels(self._max_loras, *names).set_to_current_time()
+        self._report_adapters()
         return exposition(self.registry) if self.enabled else b""
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of this process."""
+        self._report_adapters()
+        return self.registry.collect() if self.enabled else ()
+
+    def _report_adapters(self) -> None:
+        if self._adapters is None:
+            return
+        found: tuple[set[str], set[str]] = set(), set()  # before the first token, after it
+        for sequence in self._sequences.values():
+            found[bool(sequence.first_token_at)].add(sequence.adapter)
+        self._adapters.clear()
+        names = (",".join(sorted(some - {""})) for some in found)
+        self._adapters.labels(self._max_loras, *names).set_to_current_time()
 
     # ---- events
 

@@ -5,25 +5,33 @@ import json
 import logging
 import sys
 import threading
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("quire")
+# What the records of a task are about, such as one of several models.
+log_subject: ContextVar[str] = ContextVar("log_subject", default="")
+_subject = ""  # the same for a process
 
 
 class LogOptions(NamedTuple):
-    """How a process logs. level: the lowest one that is logged. format: "text" or "json"."""
+    """How a process logs. level: the lowest one that is logged. format: "text" or "json". subject: what its records are
+    about, such as one of several models; empty for a server with one."""
 
     level: str = "INFO"
     format: str = "text"
+    subject: str = ""
 
 
-def configure_logging(level: str = "INFO", format: str = "text") -> None:
+def configure_logging(level: str = "INFO", format: str = "text", subject: str = "") -> None:
     """Send Quire's log to standard error. For the command line: a program that imports Quire configures logging itself.
 
     With "json", everything that Python code prints on standard error becomes part of the log, too. Further calls change
-    the level and the format.
+    the level, the format and the subject.
     """
+    global _subject
+    _subject = subject
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler(sys.stderr))
         logger.propagate = False
@@ -37,7 +45,12 @@ def configure_logging(level: str = "INFO", format: str = "text") -> None:
 def log_options() -> LogOptions:
     """Return the options of this process, for the processes that it starts."""
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in logger.handlers)
-    return LogOptions(logging.getLevelName(logger.getEffectiveLevel()), "json" if is_json else "text")
+    level = logging.getLevelName(logger.getEffectiveLevel())
+    return LogOptions(level, "json" if is_json else "text", _current_subject())
+
+
+def _current_subject() -> str:
+    return log_subject.get() or _subject
 
 
 def printable(text: str, limit: int | None = None) -> str:
@@ -52,9 +65,11 @@ class _TextFormatter(logging.Formatter):
     one."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)-7s %(subject)s%(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
+        subject = _current_subject()
+        record.subject = f"[{subject}] " if subject else ""
         text = super().format(record)
         return text if text.isprintable() else "\n    ".join(map(printable, text.split("\n")))
 
@@ -70,6 +85,7 @@ class _JsonFormatter(logging.Formatter):
             "process": record.processName,
             "pid": record.process,
             "message": record.getMessage(),
+            **({"subject": subject} if (subject := _current_subject()) else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0]:

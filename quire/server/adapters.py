@@ -49,7 +49,7 @@ class Adapters:
     async def start(self) -> None:
         """Load the adapters named by the option lora_modules. Raises ConfigError."""
         for module in self._config.lora_modules:
-            request = _read_module(module)
+            request = read_module(module)
             try:
                 check_name(request.lora_name)
             except ValueError as error:
@@ -100,7 +100,7 @@ class Adapters:
             raise ApiError(403, "this server takes no adapters; start it with --enable-lora", code="not_allowed")
 
 
-def _read_module(text: str) -> LoRARequest:
+def read_module(text: str) -> LoRARequest:
     """Parse an item of lora_modules: name=path, or a JSON object with name, path and optionally base_model_name."""
     if text.lstrip().startswith("{"):
         try:

@@ -1,5 +1,6 @@
 """Routes for models, health, version, load and metrics, and two routes that only operators should use."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from quire.server.responses import ModelCard, ModelList
 from quire.server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
-_HEALTH: Answers = {
+HEALTH: Answers = {
     200: {"description": "Ready", "content": {"application/json": {"schema": {"type": "object"}}}},
     503: {"description": "Not (yet, or any more)", "content": {}},
 }
@@ -26,7 +27,7 @@ def _server(request: Request) -> Server:
     return server
 
 
-def _card(server: Server, name: str) -> ModelCard:
+def model_card(server: Server, name: str) -> ModelCard:
     served = server.adapters.by_name.get(name)
     root = server.llm.config.model.model or server.model_names[0]
     return {
@@ -40,26 +41,27 @@ def _card(server: Server, name: str) -> ModelCard:
     }
 
 
-def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
-    created = datetime.fromtimestamp(server.created, UTC)
+def anthropic_card(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
         "display_name": name,
-        "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}",
+        "created_at": f"{datetime.fromtimestamp(created, UTC):%Y-%m-%dT%H:%M:%SZ}",
         "lifecycle": "active",
         "deprecated_at": None,
         "retires_at": None,
         "line": None,
-        "max_input_tokens": server.llm.max_model_len,
-        "max_tokens": server.llm.max_model_len,
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
         "capabilities": None,
     }
 
 
-def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
-    """Return one page of the model list in Anthropic's format. Raises ApiError."""
-    names = server.names
+def anthropic_page(
+    cards: Mapping[str, dict[str, Any]], limit: int, after_id: str | None, before_id: str | None
+) -> dict[str, Any]:
+    """Return one page of the model list in Anthropic's format. cards: all models by name. Raises ApiError."""
+    names = list(cards)
     pages = {"after_id": after_id, "before_id": before_id}
     for field, name in pages.items():
         if name is not None and name not in names:
@@ -69,42 +71,47 @@ def _anthropic_page(server: Server, limit: int, after_id: str | None, before_id:
     found = names[begin:end]
     shown = found[:limit] if before_id is None else found[-limit:]
     return {
-        "data": [_anthropic_card(server, name) for name in shown],
+        "data": [cards[name] for name in shown],
         "has_more": len(shown) < len(found),
         "first_id": shown[0] if shown else None,
         "last_id": shown[-1] if shown else None,
     }
 
 
-_ANTHROPIC = Header(alias="anthropic-version", description="Sent by Anthropic's clients, who get their own form.")
+def _anthropic_card(server: Server, name: str) -> dict[str, Any]:
+    return anthropic_card(name, server.created, server.llm.max_model_len)
+
+
+ANTHROPIC = Header(alias="anthropic-version", description="Sent by Anthropic's clients, who get their own form.")
 
 
 @router.get("/v1/models", responses=answers(ModelList), response_model=None)
 async def list_models(
     request: Request,
-    anthropic_version: Annotated[str | None, _ANTHROPIC] = None,
+    anthropic_version: Annotated[str | None, ANTHROPIC] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Models on a page of Anthropic's list.")] = 20,
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> Response:
     server = _server(request)
     if anthropic_version is not None:
-        return json_response(_anthropic_page(server, limit, after_id, before_id))
-    listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
+        cards = {name: _anthropic_card(server, name) for name in server.names}
+        return json_response(anthropic_page(cards, limit, after_id, before_id))
+    listed: ModelList = {"object": "list", "data": [model_card(server, name) for name in server.names]}
     return json_response(listed)
 
 
 @router.get("/v1/models/{model:path}", responses=answers(ModelCard), response_model=None)
 async def retrieve_model(
-    model: str, request: Request, anthropic_version: Annotated[str | None, _ANTHROPIC] = None
+    model: str, request: Request, anthropic_version: Annotated[str | None, ANTHROPIC] = None
 ) -> Response:
     server = _server(request)
     if model not in server.names:
         raise ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
-    return json_response((_card if anthropic_version is None else _anthropic_card)(server, model))
+    return json_response((model_card if anthropic_version is None else _anthropic_card)(server, model))
 
 
-@router.get("/health", responses=_HEALTH, response_class=Response)
+@router.get("/health", responses=HEALTH, response_class=Response)
 async def health(request: Request) -> Response:
     """Return 200 if the engine runs, and 503 while it starts or restarts and after it has failed permanently.
 
@@ -115,8 +122,8 @@ async def health(request: Request) -> Response:
     return json_response(body) if llm.is_running else Response(status_code=503)
 
 
-@router.post("/ping", responses=_HEALTH, response_class=Response)
-@router.get("/ping", responses=_HEALTH, response_class=Response)
+@router.post("/ping", responses=HEALTH, response_class=Response)
+@router.get("/ping", responses=HEALTH, response_class=Response)
 async def ping(request: Request) -> Response:
     """Same as /health, for SageMaker."""
     return await health(request)
@@ -150,9 +157,7 @@ async def reset_prefix_cache(request: Request, reset_external: bool = False) -> 
 @router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
     """Abort requests of the same API key. Their clients get the text generated so far, with finish_reason "abort"."""
-    owner = owner_of(request.scope)
-    names = set(body.request_ids)
-    calls = [call for call in _server(request).calls if call.owner == owner and not names.isdisjoint(call.names)]
+    calls = _server(request).calls_of(owner_of(request.scope), body.request_ids)
     for call in calls:
         call.abort()
     return json_response({"aborted": len(calls)})

@@ -58,6 +58,7 @@ class HeldBody:
         self._receive = receive
         self._size = 0
         self._has_turn = False
+        self.large = bodies.large  # see BodyLimit
 
     def check(self, size: int) -> None:
         """Check a body of `size` bytes. Raises ApiError above a limit."""
@@ -87,7 +88,7 @@ class HeldBody:
         The turn lasts until `pause` or `release`, since the parsed body takes memory. Raises ApiError if
         the client disconnects before.
         """
-        if self._size < self._bodies.large:
+        if self._size < self.large:
             return function(*arguments)
         if not self._has_turn:
             await (self.unless_left(self._take_turn()) if self._bodies.turns.locked() else self._take_turn())

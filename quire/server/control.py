@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response
 
+from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.changes import WEIGHT_GROUP, PauseMode
 from quire.messages.errors import error_text
@@ -19,8 +20,12 @@ from quire.server.routing import Answers, StrictRoute, answers
 
 def check_allowed(request: Request) -> None:
     """Raises ApiError."""
-    server: Server = request.app.state.server
-    if not server.config.enable_admin_api:
+    check_admin(request.app.state.config)
+
+
+def check_admin(config: ServerConfig) -> None:
+    """Raises ApiError."""
+    if not config.enable_admin_api:
         raise ApiError(403, "this endpoint needs a server that was started with --enable-admin-api", code="not_allowed")
 
 

@@ -22,7 +22,7 @@ from quire.server.beams import BeamSearch
 from quire.server.bodies import HeldBody, Preparing
 from quire.server.errors import ApiError, bad_value
 from quire.server.fill_in_middle import FillInMiddle
-from quire.server.keep_alive import KeepAlive
+from quire.server.keep_alive import Residence
 from quire.server.media import ChatMedia, MediaLoader
 from quire.server.messages import Message, has_media, json_of
 from quire.server.middleware import owner_of
@@ -52,15 +52,13 @@ class Server:
     adapters: Adapters
     log: RequestLog
     media: MediaLoader
+    keep_alive: Residence
+    preparing: Preparing  # requests that are not sent to the engine yet
     calls: set["PromptCall"] = field(default_factory=set)  # running calls
-    preparing: Preparing = field(default_factory=Preparing)  # requests that are not sent to the engine yet
     takes_later_system_messages: bool | None = None  # whether the chat template does; None if unknown
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[tuple[str, str]] = field(default_factory=set)
     _is_ending: bool = False  # the drain timeout has passed
-
-    def __post_init__(self) -> None:
-        self.keep_alive = KeepAlive(self.llm, self.config)
 
     @property
     def names(self) -> list[str]:
@@ -101,6 +99,11 @@ class Server:
         if limit is not None and waiting is not None and waiting >= limit:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+    def calls_of(self, owner: str, ids: Sequence[str]) -> list["PromptCall"]:
+        """Return the running calls with any of these ids that carry the same API key."""
+        wanted = set(ids)
+        return [call for call in self.calls if call.owner == owner and not wanted.isdisjoint(call.names)]
 
     def count_running(self) -> int:
         return len(self.calls) + len(self.preparing)

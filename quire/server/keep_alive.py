@@ -2,11 +2,37 @@
 
 import asyncio
 import time
+from typing import Protocol
 
 from quire.config.engine import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.messages.errors import error_text
 from quire.observability.logging import logger
+
+
+class Residence(Protocol):
+    """How long a model stays in memory."""
+
+    @property
+    def expires_at(self) -> float | None:
+        """Return when the model leaves memory if no request arrives, in seconds since 1970. None for never."""
+
+    def keep(self, seconds: float | None) -> None:
+        """Leave memory `seconds` after the last running or starting request ends. None: never."""
+
+    def keep_by_default(self) -> None:
+        """Stay for as long as for requests that do not say how long."""
+
+    async def begin(self) -> None:
+        """Register a request that is about to run. Waits until the model is in memory."""
+
+    def end(self) -> None:
+        """Register that a request has ended or failed to start."""
+
+    async def unload(self) -> None:
+        """Leave memory as soon as nothing runs. Returns at once if requests are running."""
+
+    async def is_loaded(self) -> bool: ...
 
 
 class KeepAlive:
@@ -35,6 +61,9 @@ class KeepAlive:
         """Go to sleep `seconds` after the last running or starting request ends. None: never."""
         if self._has_effect:
             self._seconds = seconds
+
+    def keep_by_default(self) -> None:
+        self.keep(None)
 
     async def begin(self) -> None:
         """Register a request that is about to run. Waits until the engine is awake."""

@@ -33,7 +33,8 @@ LOST_SECONDS = 60.0  # without a heartbeat, after which the response has failed
 
 T = TypeVar("T")
 _FIELDS = TABLES["responses"]
-router = APIRouter(route_class=StrictRoute)
+router = APIRouter(route_class=StrictRoute)  # needs a model
+stored = APIRouter(route_class=StrictRoute)  # needs the store only
 
 
 class ResponseStream(EventStream):
@@ -46,6 +47,7 @@ class Responses:
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError."""
         self.store = open_store(config)
+        self.keep_alive_interval = config.sse_keep_alive_interval
         self.runs: dict[str, Run] = {}  # by key in the store
 
     async def call(self, method: Callable[..., T], owner: str, response_id: str, param: str = "response_id") -> T:
@@ -345,9 +347,9 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
         await run.start()
         if not body.stream:
             return json_response(response)
-        return await ResponseStream.begin(run.follow(-1), _interval(request))
+        return await ResponseStream.begin(run.follow(-1), responses.keep_alive_interval)
     if body.stream:
-        return await ResponseStream.begin(run.stream(), _interval(request))
+        return await ResponseStream.begin(run.stream(), responses.keep_alive_interval)
     async for _ in run.steps():
         pass
     return json_response(run.response)
@@ -359,7 +361,7 @@ async def _never() -> Message:
     raise AssertionError
 
 
-@router.get("/v1/responses/{response_id}", responses=stream_answers(Item), response_model=None)
+@stored.get("/v1/responses/{response_id}", responses=stream_answers(Item), response_model=None)
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -373,29 +375,24 @@ async def retrieve_response(
         return json_response(record.response)
     run = responses.run_of(owner_of(request.scope), response_id)
     if run is not None:
-        return await ResponseStream.begin(run.follow(starting_after), _interval(request))
+        return await ResponseStream.begin(run.follow(starting_after), responses.keep_alive_interval)
     if record.is_running:
         raise ApiError(400, "stream: another server generates the response; its stream is there", param="stream")
-    return await ResponseStream.begin(_events(_replay(record, starting_after)), _interval(request))
-
-
-def _interval(request: Request) -> float:
-    server: Server = request.app.state.server
-    return server.config.sse_keep_alive_interval
+    return await ResponseStream.begin(_events(_replay(record, starting_after)), responses.keep_alive_interval)
 
 
 async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
     yield b"".join(events)
 
 
-@router.post("/v1/responses/compact", include_in_schema=False)
+@stored.post("/v1/responses/compact", include_in_schema=False)
 async def compact() -> None:
     """Reject OpenAI's compaction of a conversation, which clients probe for. Raises ApiError."""
     message = "conversations cannot be compacted; truncation=auto in /v1/responses drops the beginning of a long input"
     raise ApiError(404, message, code="not_found")
 
 
-@router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
+@stored.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """Cancel a response that is generated in the background."""
     responses = _responses(request)
@@ -417,7 +414,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     return json_response(record.response)
 
 
-@router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
+@stored.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a response. Responses that continue it can still be read, but not continued."""
     responses = _responses(request)
@@ -429,7 +426,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=answers(Item), response_model=None)
+@stored.get("/v1/responses/{response_id}/input_items", responses=answers(Item), response_model=None)
 async def list_input_items(
     response_id: str,
     request: Request,

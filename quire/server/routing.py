@@ -38,7 +38,7 @@ class StrictRoute(APIRoute):
         async def handle(request: Request) -> Response:
             try:
                 held: HeldBody = request.state.body
-                response: Response = await endpoint(await held.run(_parse, model, await _read(request)), request)
+                response: Response = await endpoint(await held.run(parse_body, model, await _read(request)), request)
                 return response
             except Exception as error:
                 raise api_error(error).renamed(self.names) from error
@@ -54,7 +54,7 @@ async def _read(request: Request) -> bytes:
         raise ApiError(499, "the client closed the connection") from error
 
 
-def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
+def parse_body(model: type[Model], body: bytes) -> Model:
     """Raises ApiError."""
     if not body:
         raise ApiError(400, "the body is empty; it should be a JSON object", code="invalid_json")

@@ -53,7 +53,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        sender = _Sender(send, self.interval, self.keep_alive)
+        sender = Sender(send, self.interval, self.keep_alive)
         async with aclosing(self.events) as events:
             try:
                 await sender.send(await self._first_event(sender))
@@ -67,7 +67,7 @@ class EventStream(Response):
                 sender.close()
         await send({"type": "http.response.body", "body": end + self.done, "more_body": False})
 
-    async def _first_event(self, sender: "_Sender") -> bytes:
+    async def _first_event(self, sender: "Sender") -> bytes:
         if isinstance(self.first, bytes):
             return self.first
         try:
@@ -83,7 +83,7 @@ async def _next(events: AsyncGenerator[bytes]) -> bytes:
     return await anext(events)
 
 
-class _Sender:
+class Sender:
     """Sends the parts of a body, and `keep_alive` after `interval` seconds without one, unless that is 0."""
 
     def __init__(self, send: Send, interval: float, keep_alive: bytes) -> None:

@@ -88,6 +88,8 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.LORA_MODULES: {"lora_modules": ["a=b"]},
     f.WEIGHTS_FOLDER: {"weights_folder": ".", "enable_admin_api": True},
     f.API_PROCESSES: {"api_server_count": 2},
+    f.SEVERAL_MODELS: {"pulled_models": True},
+    f.SERVED_NAMES: {"served_model_name": ["a"]},
     f.MEMORY_STORE: {"response_store": "memory"},
 }
 # What is left out where a feature is missing.
@@ -229,7 +231,8 @@ ALLOWED = {
         models/heads/resolve.py models/pooling.py models/pooling_heads.py models/stages.py
         models/towers/transformers.py models/transformers_backend/load.py multimodal/processor.py worker/context.py
         worker/assembly/loading.py worker/drafters/load.py worker/runner.py""",
-    "a file or an address that cannot be used": """cli/flags.py cluster/addresses.py cluster/head.py cluster/secret.py
+    "a file or an address that cannot be used": """cli/flags.py cli/models/served.py cluster/addresses.py
+        cluster/head.py cluster/secret.py
         engine/cores.py engine/kv_events.py semantic/classifier.py semantic/router.py semantic/rules.py
         semantic/training.py server/access_log.py server/listening.py server/response_store.py
         transfer/link.py transfer/ranks.py worker/tiers.py""",
@@ -239,7 +242,7 @@ ALLOWED = {
         layers/symmetric_dispatch.py
         models/load.py sampling/logits_processors.py server/middleware.py server/tracing.py structured/backends.py""",
     "the value of one option, where it is declared": """bench/sweep.py cli/top.py router/config.py server/adapters.py
-        server/app.py server/spans.py""",
+        server/app.py server/multimodel/declarations.py server/multimodel/table.py server/spans.py""",
     "another machine that refused": "cluster/node.py engine/ray_cores.py",
 }
 # Texts that name two options since their remedy is one of them, or since one is the bound of the other.

@@ -4,8 +4,13 @@ from fastapi import APIRouter
 
 from quire.server.ollama import blobs, embeddings, generate, library, models
 from quire.server.ollama.models import heartbeat as heartbeat
+from quire.server.ollama.state import Library as Library
+from quire.server.ollama.state import Served as Served
 from quire.server.ollama.state import State as State
 
+# The routes of one model, and those about all models or the server.
+MODEL_ROUTERS = (generate.router, embeddings.router, models.router, library.derived)
+SERVER_ROUTERS = (models.about, library.router, blobs.router)
 router = APIRouter()
-for _module in (generate, embeddings, models, library, blobs):
-    router.include_router(_module.router)
+for _router in (*MODEL_ROUTERS, models.lists, *SERVER_ROUTERS):
+    router.include_router(_router)

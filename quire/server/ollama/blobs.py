@@ -16,7 +16,7 @@ from starlette.responses import Response
 from quire.server.control import check_allowed
 from quire.server.errors import ApiError
 from quire.server.ollama.bodies import ANSWERS, OllamaRoute
-from quire.server.ollama.state import State
+from quire.server.ollama.state import Library
 
 router = APIRouter(route_class=OllamaRoute, dependencies=[Depends(check_allowed)])
 MAX_UPLOADS = 2  # at once
@@ -36,14 +36,14 @@ def checked_digest(digest: str, param: str = "digest") -> str:
 
 @router.head("/api/blobs/{digest}", responses=ANSWERS, response_class=Response)
 async def has_blob(digest: str, request: Request) -> Response:
-    state: State = request.app.state.ollama
+    state: Library = request.app.state.ollama
     return Response(status_code=200 if state.library.blob(checked_digest(digest)).exists() else 404)
 
 
 @router.post("/api/blobs/{digest}", responses=ANSWERS, response_class=Response)
 async def upload(digest: str, request: Request) -> Response:
     """Store the body as a file, for /api/create."""
-    state: State = request.app.state.ollama
+    state: Library = request.app.state.ollama
     path = state.library.blob(checked_digest(digest))
     if path.exists():
         return Response()
@@ -98,7 +98,7 @@ def _check_room(folder: Path, size: int) -> None:
         raise ApiError(507, f"the server's disk has no room for {size} bytes", code="disk_full")
 
 
-def _delete_unused(state: State) -> None:
+def _delete_unused(state: Library) -> None:
     """Delete old files that no model was created from, and the remains of interrupted uploads."""
     for path in state.library.unused_blobs():
         with suppress(OSError):

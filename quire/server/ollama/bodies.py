@@ -1,6 +1,5 @@
 """The common fields of Ollama's API: the model's name, options, and how long the model stays loaded."""
 
-import re
 from typing import Any
 
 from fastapi import Request
@@ -8,6 +7,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from quire.checkpoints.created import CreatedModel
 from quire.messages.errors import error_text
+from quire.server.durations import seconds_of as seconds_of
 from quire.server.fields import TABLES, fail
 from quire.server.generation import Server
 from quire.server.ollama.state import State
@@ -17,30 +17,18 @@ from quire.server.routing import StrictRoute, answers
 OPTIONS: dict[str, str] = TABLES["ollama"]["options"]  # and their names in ChatRequest
 ANSWERS = answers(dict[str, Any], dict[str, str])
 
-_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
-_DURATION = re.compile(rf"([-+]?)(?:({_PART})+|(\d+(?:\.\d*)?))")
-
 
 class OllamaRoute(StrictRoute):
     names = {theirs: f"options.{ours}" for ours, theirs in OPTIONS.items()}  # noqa: RUF012  (read only)
     names |= {"response_format": "format", "reasoning_effort": "think", "chat_template": "template"}
 
 
-def seconds_of(keep_alive: float | str) -> float | None:
-    """Return the seconds of a keep_alive: a number, or a duration such as 5m or 1h30m. A negative value means forever:
-    None.
-
-    Raises ValueError.
-    """
-    if not isinstance(keep_alive, str):
-        return None if keep_alive < 0 else keep_alive
-    match = _DURATION.fullmatch(keep_alive)
-    if match is None:
-        raise ValueError("Input should be seconds, or a duration such as 5m or 1h30m; a negative one means forever")
-    parts = re.findall(_PART, keep_alive)
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts) if parts else float(match[5])
-    return None if match[1] == "-" else seconds
+def is_zero(keep_alive: object) -> bool:
+    """Whether a keep_alive asks to unload the model at once."""
+    try:
+        return isinstance(keep_alive, str | int | float) and seconds_of(keep_alive) == 0
+    except ValueError:
+        return False
 
 
 class NamedModel(Body):
@@ -104,7 +92,10 @@ class KeptModel(NamedModel):
     def accepted(self, request: Request) -> str:
         name = super().accepted(request)
         server: Server = request.app.state.server
-        server.keep_alive.keep(self.kept_seconds)
+        if self.keep_alive is None:
+            server.keep_alive.keep_by_default()
+        else:
+            server.keep_alive.keep(self.kept_seconds)
         return name
 
     def unknown(self) -> list[str]:

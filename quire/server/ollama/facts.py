@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.checkpoints.format_names import format_of, gguf_format
 from quire.checkpoints.gguf import GgufFile, read_gguf
-from quire.engine.frontend import Frontend
+from quire.config.engine import ModelConfig
 from quire.models.description import describe
 from quire.models.parameters import parameters_of
 from quire.server.fields import TABLES
@@ -40,14 +40,16 @@ class Facts:
     license: str
 
 
-def facts_of(frontend: Frontend) -> Facts:
-    """Collect the facts. Reads the headers of the files, and at most 64 MiB of each file to hash it."""
-    directory = frontend.directory
-    description = describe(directory, frontend.config.model)
+def facts_of(directory: Path, options: ModelConfig) -> Facts:
+    """Collect the facts. Reads the headers of the files, and at most 64 MiB of each file to hash it.
+
+    directory: the model's directory or GGUF file.
+    """
+    description = describe(directory, options)
     gguf = read_gguf(directory) if directory.is_file() else None
     files = sorted(_files(directory, gguf))
     count = parameters_of(description.spec).total
-    family = _family(frontend, gguf)
+    family = _family(str(description.config.get("model_type", "")), gguf)
     if gguf is None:
         quantization = format_of(description.config, [path.name for path in files])
         quantization = re.sub(r"^(safetensors|pytorch) ?", "", quantization)
@@ -99,8 +101,8 @@ def derived_digest(digest: str, *parts: object) -> str:
     return hashlib.sha256(msgspec.json.encode([digest, *parts])).hexdigest()
 
 
-def _family(frontend: Frontend, gguf: GgufFile | None) -> str:
-    return frontend.model_type if gguf is None else str(gguf.metadata.get("general.architecture", frontend.model_type))
+def _family(model_type: str, gguf: GgufFile | None) -> str:
+    return model_type if gguf is None else str(gguf.metadata.get("general.architecture", model_type))
 
 
 def _files(directory: Path, gguf: GgufFile | None) -> list[Path]:

@@ -29,7 +29,7 @@ from quire.server.ollama.bodies import ANSWERS, NamedModel, OllamaRoute
 from quire.server.ollama.generate import OllamaChatRequest
 from quire.server.ollama.lines import Line, LineStream, progress
 from quire.server.ollama.messages import OllamaMessages
-from quire.server.ollama.state import LATEST, State
+from quire.server.ollama.state import LATEST, Library, State
 from quire.server.ollama.templates import GO_TEMPLATE, is_go_template
 from quire.server.protocol import Body
 from quire.server.routing import stream_answers
@@ -47,6 +47,7 @@ class LibraryRoute(OllamaRoute):
 
 
 router = APIRouter(route_class=LibraryRoute)
+derived = APIRouter(route_class=LibraryRoute)  # need the model that a new one is derived from
 
 
 class PullRequest(NamedModel):
@@ -94,7 +95,7 @@ def _name(given: str | None, field: str = "model") -> str:
 async def pull(body: PullRequest, request: Request) -> Response:
     """Download a model from the Hugging Face hub, by its name there or by a short name. It can be served later."""
     check_allowed(request)
-    state: State = request.app.state.ollama
+    state: Library = request.app.state.ollama
     return await progress(request, state.downloads.pull(_name(_HUB.sub("", body.given))), body.stream)
 
 
@@ -109,17 +110,16 @@ async def push(body: NamedModel, request: Request) -> Response:
 async def delete(body: DeleteRequest, request: Request) -> Response:
     """Delete a created model, or a model in the hub's cache that is not being served."""
     check_allowed(request)
-    state: State = request.app.state.ollama
-    server: Server = request.app.state.server
+    state: Library = request.app.state.ollama
     name = _name(_HUB.sub("", body.given))
     created = state.library.all().get(name)
-    if created is not None and created.base is not None and Path(created.base) == server.llm.frontend.directory:
+    if created is not None and created.base is not None and state.is_file_of_served(Path(created.base)):
         raise ApiError(409, f"{name!r} is being served, so it is not deleted", param="model")
     if created is not None:
         state.library.delete(name)
         logger.info("Deleted the created model %s for a client", name)
         return Response()
-    if name in server.names:
+    if state.is_served(name):
         raise ApiError(409, f"{name!r} is being served, so it is not deleted", param="model")
     try:
         found = (await state.downloads.output_of("rm", "--dry-run", name)).split()[0]
@@ -133,7 +133,7 @@ async def delete(body: DeleteRequest, request: Request) -> Response:
     return Response()
 
 
-@router.post("/api/copy", responses=ANSWERS, response_class=Response)
+@derived.post("/api/copy", responses=ANSWERS, response_class=Response)
 async def copy(body: CopyRequest, request: Request) -> Response:
     """Give the served model or a created model another name."""
     check_allowed(request)
@@ -144,7 +144,7 @@ async def copy(body: CopyRequest, request: Request) -> Response:
     return Response()
 
 
-@router.post("/api/create", responses=_STREAM, response_model=None)
+@derived.post("/api/create", responses=_STREAM, response_model=None)
 async def create(body: CreateRequest, request: Request) -> Response:
     """Create a model from the served model with different defaults, or from an uploaded GGUF file."""
     check_allowed(request)

@@ -10,7 +10,6 @@ from fastapi import Request
 from starlette.responses import Response
 
 from quire.server.errors import ApiError, json_response
-from quire.server.generation import Server
 from quire.server.streams import EventStream
 
 Line = dict[str, Any]
@@ -32,10 +31,9 @@ def line(part: Line) -> bytes:
 async def progress(request: Request, steps: AsyncGenerator[Line], stream: bool | None) -> Response:
     """Respond with the progress of a task: its steps as a stream, or only the last step with stream=False. The task is
     stopped if the client disconnects. Raises ApiError."""
-    server: Server = request.app.state.server
     steps = _until_left(request, steps)
     if stream is not False:
-        interval = server.config.sse_keep_alive_interval
+        interval = request.app.state.config.sse_keep_alive_interval
         return await LineStream.begin(_encoded(steps), interval, line({"status": "working"}))
     last: Line = {}
     async with aclosing(steps):

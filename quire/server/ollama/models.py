@@ -17,10 +17,12 @@ from quire.server.ollama.facts import Facts, as_lists, derived_digest
 from quire.server.ollama.state import LATEST, State
 
 VERSION = "0.12.11"  # the Ollama version of this API; clients query it to detect features
-_NEVER = "9999-12-31T23:59:59Z"
+NEVER = "9999-12-31T23:59:59Z"
 _RECOMMENDED = {"max_new_tokens": "num_predict", **{name: option for option, name in OPTIONS.items()}}
 
 router = APIRouter(route_class=OllamaRoute)
+lists = APIRouter(route_class=OllamaRoute)  # of all models
+about = APIRouter(route_class=OllamaRoute)  # about the server
 heartbeat = APIRouter(include_in_schema=False)  # for a server without a page
 
 
@@ -33,33 +35,32 @@ async def is_running() -> Response:
     return PlainTextResponse("Quire is running")
 
 
-@router.get("/api/tags", responses=ANSWERS, response_model=None)
-@router.head("/api/tags", include_in_schema=False)
+@lists.get("/api/tags", responses=ANSWERS, response_model=None)
+@lists.head("/api/tags", include_in_schema=False)
 async def list_models(request: Request) -> Response:
     """List the usable models: the served model, its adapters, and models created from it."""
     return json_response({"models": list(_cards(request, await _facts(request)))})
 
 
-@router.get("/api/ps", responses=ANSWERS, response_model=None)
+@lists.get("/api/ps", responses=ANSWERS, response_model=None)
 async def list_loaded(request: Request) -> Response:
     """List the same models with their memory use. The list is empty while the engine sleeps."""
     server: Server = request.app.state.server
     if not await server.keep_alive.is_loaded():
         return json_response({"models": []})
     expires = server.keep_alive.expires_at
-    uses_gpu = _uses_gpu(server)
+    on_gpu = uses_gpu(server)
     state = {
-        "expires_at": _NEVER if expires is None else datetime.fromtimestamp(expires, UTC).isoformat(),
+        "expires_at": NEVER if expires is None else datetime.fromtimestamp(expires, UTC).isoformat(),
         "context_length": server.llm.max_model_len,
     }
     models = [
-        {**card, **state, "size_vram": card["size"] if uses_gpu else 0}
-        for card in _cards(request, await _facts(request))
+        {**card, **state, "size_vram": card["size"] if on_gpu else 0} for card in _cards(request, await _facts(request))
     ]
     return json_response({"models": models})
 
 
-def _uses_gpu(server: Server) -> bool:
+def uses_gpu(server: Server) -> bool:
     device = server.llm.config.kernels.device
     return has_gpu_driver() if device == "auto" else device == "cuda"
 
@@ -82,14 +83,14 @@ def _cards(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
         if adapter is not None:
             details = {**details, "parent_model": adapter.parent}
             digest = derived_digest(digest, adapter.adapter.path)
-        yield _card(name, facts.size, facts.modified_at, digest, details)
+        yield list_entry(name, facts.size, facts.modified_at, digest, details)
     for model in created.values():
         changed = datetime.fromtimestamp(model.created, UTC).isoformat()
         digest = derived_digest(facts.digest, msgspec.to_builtins(model))
-        yield _card(model.name, facts.size, changed, digest, {**facts.details, "parent_model": model.source})
+        yield list_entry(model.name, facts.size, changed, digest, {**facts.details, "parent_model": model.source})
 
 
-def _card(name: str, size: int, modified_at: str, digest: str, details: dict[str, Any]) -> dict[str, Any]:
+def list_entry(name: str, size: int, modified_at: str, digest: str, details: dict[str, Any]) -> dict[str, Any]:
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}{LATEST}"
     head = {"name": tagged, "model": tagged, "modified_at": modified_at, "size": size}
     return {**head, "digest": digest, "details": details}
@@ -160,7 +161,7 @@ def _modelfile(source: str, description: Mapping[str, Any], parameters: Mapping[
     return "\n".join(lines)
 
 
-@router.get("/api/version", responses=ANSWERS, response_model=None)
-@router.head("/api/version", include_in_schema=False)
+@about.get("/api/version", responses=ANSWERS, response_model=None)
+@about.head("/api/version", include_in_schema=False)
 async def ollama_version() -> Response:
     return json_response({"version": VERSION})

@@ -31,10 +31,11 @@ _HEADERS = {
 }
 OPEN_PATHS = ("/", *(f"/ui/{name}" for name in _STATIC))  # without an API key: they reveal nothing about the engine
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False)  # about one model
+files = APIRouter(include_in_schema=False)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@files.api_route("/", methods=["GET", "HEAD"])
 async def page() -> Response:
     return _file("index.html")
 
@@ -80,7 +81,7 @@ async def about(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get("/ui/{name:path}")
+@files.get("/ui/{name:path}")
 async def file(name: str) -> Response:
     return _file(name)
 
