@@ -14,6 +14,7 @@ class SeveralModels:
     models: str | None = None
     models_dir: str | None = None
     pulled_models: bool = False
+    rules: str | None = None
     memory: int | None = option(None, size=True)
     max_loaded_models: int | None = None
     model_ttl: float | None = None

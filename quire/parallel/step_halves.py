@@ -90,8 +90,8 @@ class _Streams:
 
     def __init__(self) -> None:
         self.first = torch.cuda.current_stream()
-        self.second = torch.cuda.Stream()
-        self._noted = torch.cuda.Event()
+        self.second = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._noted = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def note(self) -> None:
         """Note the work of the first stream so far."""

@@ -1,16 +1,11 @@
 """The semantic router in the proxy: it rewrites requests, refuses them, or answers them from its cache."""
 
-from collections.abc import Sequence
-
 from quire.observability.logging import logger
 from quire.router.call import Call
 from quire.router.errors import RouteError
-from quire.router.headers import Header
 from quire.router.metrics import RouteMetrics
-from quire.semantic.cache import Answer
+from quire.semantic.recorder import Recorder
 from quire.semantic.router import Decision, SemanticRouter
-
-_KEPT_HEADERS = frozenset((b"content-type", b"content-encoding", b"content-language"))
 
 
 class Decisions:
@@ -19,7 +14,7 @@ class Decisions:
         self._metrics = metrics
         self.names = [name for name in router.rules.models if name != "*"]
 
-    def recorder(self, decision: Decision) -> "Recorder | None":
+    def recorder(self, decision: Decision) -> Recorder | None:
         """Return what stores the response to a request in the cache, if it is to be stored."""
         cache = self._router.cache
         return None if cache is None or decision.remember is None else Recorder(decision, cache.largest)
@@ -43,30 +38,3 @@ class Decisions:
             self._metrics.cache_hits.inc()
         call.replace_body(decision.body)
         return decision
-
-
-class Recorder:
-    """Collects a response for the semantic cache, up to a size."""
-
-    def __init__(self, decision: Decision, largest: int) -> None:
-        self._decision = decision
-        self._left = largest
-        self._chunks: list[bytes] = []
-        self._headers: tuple[Header, ...] = ()
-
-    def begin(self, status: int, headers: Sequence[Header]) -> None:
-        if status != 200:
-            self._left = -1
-        self._headers = tuple(pair for pair in headers if pair[0] in _KEPT_HEADERS)
-
-    def add(self, chunk: bytes) -> None:
-        self._left -= len(chunk)
-        if self._left >= 0:
-            self._chunks.append(chunk)
-        else:
-            self._chunks.clear()
-
-    def end(self) -> None:
-        """Store the response, since it is complete."""
-        if self._left >= 0 and self._decision.remember is not None:
-            self._decision.remember(Answer(self._headers, b"".join(self._chunks)))

@@ -26,8 +26,9 @@ from quire.server.access_log import AccessLog
 from quire.server.tracing import route_of
 
 if TYPE_CHECKING:
-    from quire.router.decisions import Decisions, Recorder
+    from quire.router.decisions import Decisions
     from quire.router.prefix_index import Tokens
+    from quire.semantic.recorder import Recorder
     from quire.server.spans import ServerSpan, Tracing
 
 Send = Callable[[Any], Awaitable[None]]

@@ -16,10 +16,13 @@ import uvicorn
 
 from quire.cli.models.served import found_models, need
 from quire.config.engine import ModelConfig, ServerConfig
+from quire.semantic.router import SemanticRouter
+from quire.semantic.rules import Rules
 from quire.server.app import Shared
 from quire.server.multimodel.app import create_front_app
 from quire.server.multimodel.declarations import ModelDeclaration
 from quire.server.multimodel.memory import Machine
+from quire.server.multimodel.rules import RuledRequests
 from quire.server.multimodel.served_model import ServedModel
 from quire.server.multimodel.table import ModelTable
 from support.server import Client
@@ -59,7 +62,10 @@ class ManyModels(Client):
         machine = Machine(memory, need)
         self.table = ModelTable(declarations, machine, shared, lambda: found_models(self._config, OPTIONS))
         await self.table.refresh()
-        app = create_front_app(self.table, shared, ModelConfig())
+        rules = self._config.rules
+        self.semantic = None if rules is None else await SemanticRouter.start(Rules.read(Path(rules)))
+        ruled = None if self.semantic is None else RuledRequests(self.semantic)
+        app = create_front_app(self.table, shared, ModelConfig(), ruled)
         self.table.start()
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         self._serving = asyncio.create_task(self._server.serve([listening]))
@@ -98,5 +104,7 @@ class ManyModels(Client):
         self._server.should_exit = self._server.force_exit = True
         self.run(asyncio.wait([self._serving]))
         self.run(self.table.close())
+        if self.semantic is not None:
+            self.run(self.semantic.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -24,6 +24,7 @@ from quire.server.adapters import router as adapter_router
 from quire.server.app import Shared, add_server_middleware, api_routes, include_apis, new_app
 from quire.server.multimodel import ollama_routes, routes
 from quire.server.multimodel.dispatcher import Dispatcher
+from quire.server.multimodel.rules import RuledRequests
 from quire.server.multimodel.table import ModelTable
 from quire.server.page import routes as page
 from quire.server.process_metrics import ProcessMetrics
@@ -43,16 +44,19 @@ _APIS = (
 )
 
 
-def create_front_app(table: ModelTable, shared: Shared, options: ModelConfig) -> FastAPI:
+def create_front_app(
+    table: ModelTable, shared: Shared, options: ModelConfig, rules: RuledRequests | None = None
+) -> FastAPI:
     """Build the app that answers for all models together, and sends other requests to the apps of models. Raises
     ConfigError.
 
-    options: say where models are downloaded to.
+    options: say where models are downloaded to. rules: the semantic router.
     """
     config = shared.config
     app = new_app(config)
     app.state.table = table
     app.state.config = config
+    app.state.ruled_names = [] if rules is None else rules.names
     app.state.responses = shared.responses
     app.state.ollama = library = ollama.Library(options, partial(_served, table))
     app.include_router(routes.router)
@@ -68,6 +72,7 @@ def create_front_app(table: ModelTable, shared: Shared, options: ModelConfig) ->
         routes=[route for router in _APIS for route in router.routes],
         controls=control.router.routes,
         watches=() if config.disable_ui else page.router.routes,
+        rules=rules,
     )
     processes = ProcessMetrics(partial(_processes, table), has_ranks=True)
     add_server_middleware(

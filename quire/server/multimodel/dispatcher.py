@@ -18,6 +18,7 @@ from quire.server.control import check_admin
 from quire.server.errors import ApiError, json_response, path_in
 from quire.server.middleware import header
 from quire.server.multimodel.early_stream import EarlyStream
+from quire.server.multimodel.rules import RuledRequests
 from quire.server.multimodel.served_model import ServedModel
 from quire.server.multimodel.table import ModelTable
 from quire.server.ollama.bodies import is_zero
@@ -92,7 +93,7 @@ class Dispatcher:
 
     created: the models that clients of Ollama's API have created. routes: those of one model; other requests go to
     `app`. controls: those that operate on a loaded model, and never load it. watches: those that do not keep a model
-    loaded.
+    loaded. rules: a semantic router, if there is one.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class Dispatcher:
         routes: Iterable[BaseRoute],
         controls: Iterable[BaseRoute],
         watches: Iterable[BaseRoute],
+        rules: RuledRequests | None = None,
     ) -> None:
         self.app = app
+        self._rules = rules
         self._table = table
         self._created = created
         self._config = config
@@ -127,6 +130,11 @@ class Dispatcher:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
+        if self._rules is not None:
+            ruled = await self._rules.apply(scope, body, send)
+            if ruled is None:
+                return
+            body, send = ruled
         wanted = _Wanted(scope, body)
         again = _replayed(body, receive)
         del body  # it may be large

@@ -69,6 +69,11 @@ async def _card(table: ModelTable, model: ServedModel, name: str) -> dict[str, A
     return {**card, "status": await _status(model)}
 
 
+def _ruled_card(table: ModelTable, name: str) -> dict[str, Any]:
+    """Return the entry of a name for which the semantic router chooses a model."""
+    return {"id": name, "object": "model", "created": table.created, "owned_by": "quire", "root": name, "parent": None}
+
+
 def _anthropic_card(table: ModelTable, name: str) -> dict[str, Any]:
     model = table.get(name)
     length = None if model is None or model.loaded is None else model.loaded.llm.max_model_len
@@ -87,9 +92,11 @@ async def list_models(
     await table.refresh()
     names = [(model, name) for model in table.models for name in model.names]
     if anthropic_version is not None:
-        cards = {name: _anthropic_card(table, name) for _, name in names}
-        return json_response(anthropic_page(cards, limit, after_id, before_id))
-    return json_response({"object": "list", "data": [await _card(table, model, name) for model, name in names]})
+        of_anthropic = {name: _anthropic_card(table, name) for _, name in names}
+        return json_response(anthropic_page(of_anthropic, limit, after_id, before_id))
+    cards = [await _card(table, model, name) for model, name in names]
+    ruled = [_ruled_card(table, name) for name in request.app.state.ruled_names]
+    return json_response({"object": "list", "data": [*cards, *ruled]})
 
 
 @router.get("/v1/models/{model:path}", responses=answers(dict[str, Any]), response_model=None)

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from fastapi import FastAPI
 
 from quire.config.engine import ModelConfig, ServerConfig
 from quire.observability.logging import logger
+from quire.semantic.router import SemanticRouter
+from quire.semantic.rules import Rules
 from quire.server.app import Shared
 from quire.server.draining import DrainingServer, loop_factory
 from quire.server.errors import ApiError
@@ -17,6 +20,7 @@ from quire.server.listening import listening_socket, raise_descriptor_limit
 from quire.server.multimodel.app import create_front_app
 from quire.server.multimodel.declarations import ModelDeclaration
 from quire.server.multimodel.memory import Machine, gib
+from quire.server.multimodel.rules import RuledRequests
 from quire.server.multimodel.table import ModelTable, Source
 
 
@@ -45,16 +49,20 @@ async def _serve(
 ) -> int:
     shared = Shared.create(config)
     table = ModelTable(declarations, machine, shared, found)
-    tracing = None
+    tracing = semantic = None
     try:
         await table.refresh()
-        app = create_front_app(table, shared, options)
+        if config.rules is not None:
+            semantic = await SemanticRouter.start(Rules.read(Path(config.rules)))
+        app = create_front_app(table, shared, options, None if semantic is None else RuledRequests(semantic))
         tracing = app.state.tracing
         table.start()
         await _Server(config, app, table, shared).serve(sockets=[listening])
         return 0
     finally:
         await table.close()
+        if semantic is not None:
+            await semantic.close()
         shared.responses.store.close()
         if tracing is not None:
             await tracing.close()
