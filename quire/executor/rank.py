@@ -123,8 +123,10 @@ def _join(start: messages.Start, rank: int, secret: bytes) -> "Mesh":
     if kind == "cpu":
         return replace(mesh, tp=with_shared_sums(mesh.tp))
     options = start.config.parallel
-    # torch's symmetric memory is of one kind in a process, and that of the exchange is NVSHMEM's
-    if options.disable_custom_all_reduce or options.all2all_backend == "symmetric_memory":
+    # torch's symmetric memory is of one kind in a process, and that of the exchange is NVSHMEM's. The halves of a step
+    # add up on two streams, but there is one buffer.
+    uses_nccl = options.all2all_backend == "symmetric_memory" or options.enable_dbo
+    if options.disable_custom_all_reduce or uses_nccl:
         return mesh
     return replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
 
