@@ -1,5 +1,6 @@
 """The non-text inputs of a model: plain data from which towers and preprocessing are created."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,9 @@ class MediaSpec:
     family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
     encoder). config: the checkpoint's whole config. levels: the number of layers with their own encoder features, see
     StepMedia. two_way: whether the tokens of an image attend to each other in both directions. encoder: of texts.
-    directory: of the checkpoint, once it is known.
+    names: patterns and replacements that turn the names of the encoder's tensors into those of the checkpoint. mark:
+    the token that embeddings replace, if the config does not have its id. directory: of the checkpoint, once it is
+    known.
     """
 
     family: str
@@ -24,4 +27,12 @@ class MediaSpec:
     levels: int = 0
     two_way: bool = False
     encoder: "DecoderSpec | None" = None
+    names: tuple[tuple[str, str], ...] = ()
+    mark: str = ""
     directory: Path = field(default=Path(), compare=False)
+
+    def name_of(self, tensor: str) -> str:
+        """Return the checkpoint's name of a tensor of the encoder."""
+        for pattern, replacement in self.names:
+            tensor = re.sub(pattern, replacement, tensor)
+        return tensor
