@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import quire.models.transformers_backend  # noqa: F401 - first: lets torchvision be imported beside any torch
 import support.triton_kernels  # first: it says how triton is imported
 from quire.platform.gpu.cards import CARDS
 from support import costs, skips

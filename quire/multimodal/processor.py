@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib import import_module
 from itertools import groupby
@@ -64,6 +64,8 @@ class MediaProcessor:
         self._most_items = options.most_items
         if spec is not None and not spec.own_preprocessing and options.language_model_only:
             spec = None  # its processor may need packages that are not installed
+        if spec is not None and spec.mark:
+            spec = replace(spec, config={**spec.config, "image_token_id": self._id_of(spec.mark)})
         self._spec = spec
         self._embeds_size = hidden_size if options.enable_prompt_embeds else 0
         self._settings = settings_of(spec, directory, options.mm_processor_kwargs)
@@ -77,6 +79,13 @@ class MediaProcessor:
         elif isinstance(self._family, Texts) and spec is not None and (encoder := spec.encoder) is not None:
             beginning = self._family.beginning(load_generation_config(directory))
             self.texts = EncoderPrompts(tokenizer, limits, beginning, encoder.vocab_size, encoder.max_positions)
+
+    def _id_of(self, mark: str) -> int:
+        """Raises ConfigError."""
+        token_id = self.tokenizer.token_to_id(mark)
+        if token_id is None:
+            raise ConfigError(f"the tokenizer has no token {mark}, which represents pictures")
+        return token_id
 
     def _load(self, settings: Mapping[str, Any]) -> Family:
         assert self._spec is not None
@@ -307,7 +316,7 @@ class MediaProcessor:
             items = prepared[modality]
             counts[modality] += 1
             order.append((modality, number))
-            return items[number].text if number < len(items) else ""
+            return items[number].text_at(number) if number < len(items) else ""
 
         def check() -> None:
             for modality, items in prepared.items():

@@ -98,6 +98,11 @@ class Tokenizer:
             msgspec.convert(config, _Config)
             return cls(backend, config, config["chat_template"])
 
+    @property
+    def backend(self) -> Backend | PartialBackend:
+        """The object of the tokenizers library, or one that reads a large vocabulary in parts."""
+        return self._backend
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text. Raises ValueError for text without tokens, and for invalid Unicode: a lone surrogate, which
         JSON's backslash-u escapes can produce.

@@ -86,7 +86,7 @@ def test_other_values_and_names_are_errors_that_say_why(name, value, message):
         ("--max-modle-len 5", 2, "unknown option --max-modle-len; did you mean --max-model-len?"),
         ("--enable_chunked_prefil", 2, "did you mean --enable-chunked-prefill?"),
         ("--frobnicate=1", 2, "unknown option --frobnicate\n"),
-        ("model another", 2, "unexpected argument: another"),
+        ("model another", 1, "model 'model' is no directory here"),
         ("--max-model-len many", 2, "'many' is no size"),
     ],
 )

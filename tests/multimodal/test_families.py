@@ -16,7 +16,7 @@ from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.rehearsal import rehearsed
-from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
+from support.seeing import FIRST, MODELS, NUM_TOKENS, PUBLISHED, prepared
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -89,6 +89,14 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
         expected,
         SMALLEST_CHUNK.get(name, 24),
     )
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("way", [in_chunks, with_a_warm_cache, preempted], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_greedy_tokens_of_published_layouts_equal_transformers(folder, name, way):
+    path, expected = prepared(name, folder)
+    way(lambda **options: make_llm(path, "cpu", **{"max_num_seqs": 8, **options}), expected, 24)
 
 
 @pytest.mark.sampled(14)

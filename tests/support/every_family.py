@@ -26,10 +26,12 @@ from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
 from quire.models.registry import ARCHITECTURES
+from quire.models.transformers_backend.published import PUBLISHED
 from support.checkpoints import EMBEDDINGS, byte_level_tokenizer, gain
 from support.engines import generate, make_llm, tokens_of
 from support.every_processor import Made, NoProcessorError, corrected, inputs, items, make, save, with_small_pictures
 from support.layouts import HUB_LAYOUTS, edit_tensors
+from support.seeing_published import AS_PUBLISHED, publish
 from support.tiny_configs import POSITIONS, Fields, repaired, shrunk
 
 RECORD = Path(__file__).parents[1] / "data" / "every_family.jsonl"  # an outcome in each line
@@ -103,6 +105,11 @@ def families(model_type: str | None = None) -> list[Family]:
         shared = own is not None and own is not config and head is not None
         listed = config.__name__.removesuffix("Config") + head[0] if shared and head is not None else name
         found.append(Family(kind, name, listed, sense == "sees", sense == "hears"))
+        found += [
+            Family(kind, name, published, sense == "sees", sense == "hears")
+            for published in PUBLISHED
+            if PUBLISHED[published].architecture == name
+        ]
     return sorted(found, key=lambda family: family.name.lower())
 
 
@@ -202,7 +209,10 @@ def draw_weights(network: Any) -> None:
 def write(family: Family, network: Any, folder: Path, made: Made | None = None) -> None:
     network.generation_config.eos_token_id = 2
     network.save_pretrained(folder)
-    if family.model_type in HUB_LAYOUTS:  # the names of published tensors
+    if family.architecture in PUBLISHED:
+        publish(folder, AS_PUBLISHED[family.architecture])
+        config = json.loads((folder / "config.json").read_text())
+    elif family.model_type in HUB_LAYOUTS:  # the names of published tensors
         edit_tensors(folder, HUB_LAYOUTS[family.model_type])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [family.architecture]}))

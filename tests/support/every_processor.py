@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from support.tiny_configs import FIRST_MARK, HIDDEN, VOCABULARY, Fields
 _LITERAL = re.compile(r"""["'](<[|\w/ -]{2,40}\|?>|\[[A-Z_]{2,20}\])["']""")
 _NAMED = re.compile(r"""tokenizer\.(\w*token)\b|getattr\(\s*tokenizer,\s*["'](\w*token)["']""")
 _VISION = ("vision_config", "vq_config", "visual")
+# Types that transformers maps no processor to, with a type that has the one of their published checkpoints.
+_PUBLISHED = {"glm_ocr": "glm46v", "cosmos3_omni": "qwen3_vl", "fast_vlm": "llava"}
 _OF_TEXT = (
     "add_bos_token",
     "add_eos_token",
@@ -44,9 +47,12 @@ def with_small_pictures(fields: Fields) -> Fields:
     changed = dict(fields)
     for name in _VISION:
         vision = fields.get(name)
-        if isinstance(vision, dict) and isinstance(vision.get("patch_size"), int):
+        if isinstance(vision, dict) and isinstance(vision.get("patch_size"), int | list | tuple):
             side = vision.get("image_size")
-            if isinstance(side, int):
+            if isinstance(patch := vision["patch_size"], list | tuple):
+                if isinstance(side, list | tuple):
+                    changed[name] = {**vision, "image_size": [4 * edge for edge in patch]}
+            elif isinstance(side, int):
                 changed[name] = {**vision, "image_size": 4 * vision["patch_size"]}
                 if points := fields.get("image_grid_pinpoints"):
                     changed["image_grid_pinpoints"] = [
@@ -83,12 +89,15 @@ def make(model_type: str, fields: Fields, modality: str = "image") -> Made:
 def _make(model_type: str, fields: Fields, modality: str) -> Made:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
+    model_type = _PUBLISHED.get(model_type, model_type)
     name = PROCESSOR_MAPPING_NAMES.get(model_type)
     kind = None if name is None else processor_class_from_name(name)
     if kind is None:
         raise NoProcessorError("transformers maps no processor to it")
     tokenizer = _tokenizer(kind)
     parts = {part: _part(part, model_type, kind, fields, tokenizer) for part in kind.get_attributes()}
+    if "video_processor" in parts:
+        parts["video_processor"] = parts.get("image_processor")  # some read its settings
     lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: None})
     processor = lenient(**parts, **_matching(inspect.signature(kind.__init__).parameters, fields, parts))
     modality = modality if "image_processor" in parts else "audio"
@@ -147,6 +156,8 @@ def _part(name: str, model_type: str, kind: Any, fields: Fields, tokenizer: Any)
         )
 
         found = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type)
+        if found is None and "image_processor" in kind.get_attributes():
+            return None  # it sees, without its part that hears
         if found is None:
             raise NoProcessorError("transformers maps no feature extractor to it")
         audio = next((fields[name] for name in fields if "audio" in name and isinstance(fields[name], dict)), {})
@@ -169,10 +180,9 @@ def _image_class(model_type: str) -> Any:
         found = next(
             (IMAGE_PROCESSOR_MAPPING_NAMES[name] for name in same if name in IMAGE_PROCESSOR_MAPPING_NAMES), {}
         )
-    if "pil" not in found:
-        why = "its image processor needs torchvision" if found else "transformers maps no image processor to it"
-        raise NoProcessorError(why)
-    return get_image_processor_class_from_name(found["pil"])
+    if not found:
+        raise NoProcessorError("transformers maps no image processor to it")
+    return get_image_processor_class_from_name(found.get("pil") or found["torchvision"])
 
 
 def _vision(fields: Fields) -> Fields:
@@ -234,6 +244,10 @@ def corrected(made: Made, error: Exception) -> bool:
     tokens, features = map(int, found.groups())
     if features == tokens:  # it has counted numbers, not vectors
         features = tokens // HIDDEN
+    edge = getattr(made.processor, "patch_size", None)
+    if isinstance(edge, int) and edge**2 == tokens and isqrt(features) ** 2 == features:  # it is that of the embeddings
+        made.processor.patch_size = made.processor.image_processor.patch_size = isqrt(features)
+        return True
     for name in filter(_COUNTS.fullmatch, dir(made.processor)):
         value = getattr(made.processor, name)
         if isinstance(value, int) and value * features % tokens == 0 and features:

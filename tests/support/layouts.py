@@ -250,8 +250,16 @@ def hy_v4_hub(tensors: Tensors, config: Config) -> Tensors:
     return {published(name): tensor for name, tensor in tensors.items()}
 
 
+def text_layers(wrong: str) -> Callable[[Tensors, Config], Tensors]:
+    """transformers 5.24 saves the layers of some text models under names that are meant for the encoder's."""
+    name = "language_model.model."
+    return lambda tensors, config: {key.replace(f"{name}{wrong}.", f"{name}layers."): tensors[key] for key in tensors}
+
+
 HUB_LAYOUTS = {
     **LAYOUTS,
+    "kimi_k25": text_layers("blocks"),
+    "qianfan_ocr": text_layers("encoder.layers"),
     "hy_v4": hy_v4_hub,
     "gemma4_text": gemma4_hub,
     "olmo_hybrid": olmo_hybrid_hub,

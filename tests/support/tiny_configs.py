@@ -96,7 +96,7 @@ RULES: list[tuple[str, Rule]] = [
      r"layer_group_size|expert_layer_period|sliding_window_pattern", at_most(2)),
     (r"attn_layer_offset|expert_layer_offset|first_k_dense_replace|num_dense_layers|moe_layer_start_index|"
      r"num_nextn_predict_layers|\w*mtp\w*layers", at_most(1)),
-    (r"max_window_layers", at_most(1)),
+    (r"max_window_layers|insert_layer_id", at_most(1)),
     (r"moe_layer_end_index", at_most(_LEAST_LAYERS - 1)),
     (r"mm_tokens_per_image", at_most(16)),
     (r"num_kv_shared_layers", at_most(1)),
@@ -128,6 +128,8 @@ def shrunk(config: Any) -> Fields:
             fields[name] = shrunk(getattr(config, name))
         elif value is None and name in _NEEDED_COUNTS:
             fields[name] = _filled_in(name, defaults)[0]
+        elif name == "mlp_layer_types" and value is None and "first_k_dense_replace" not in defaults:
+            fields[name] = ["dense", *["sparse"] * (len(kept) - 1)]
         elif isinstance(value, bool) or value is None:
             fields[name] = value
         elif name == "per_layer_config" and value:  # by the number of a layer

@@ -6,24 +6,46 @@ from typing import Any
 from quire.models.architectures.deepseek import mistral4
 from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire.models.architectures.gemma import gemma
-from quire.models.architectures.llama import hyperclovax, llama, ministral3, mistral
-from quire.models.architectures.qwen import qwen2, qwen3, qwen3_vl_moe
+from quire.models.architectures.gpt_oss import gpt_oss
+from quire.models.architectures.llama import hyperclovax, internlm2, llama, ministral3, mistral
+from quire.models.architectures.phi import phi3
+from quire.models.architectures.qwen import qwen2, qwen3, qwen3_moe, qwen3_vl_moe
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 from quire.multimodal.spec import MediaSpec
 
 TEXT_MODELS: dict[str, Architecture] = {
+    "gpt_oss": gpt_oss,
     "hyperclovax": hyperclovax,
+    "internlm2": internlm2,
     "llama": llama,
     "mistral": mistral,
     "ministral3": ministral3,
     "mistral4": mistral4,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "gemma": gemma,
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
 }
+_OF_INTERN_VIT = (  # the names of transformers, and the original ones
+    (r"^vision_tower\.", "vision_model."),
+    (r"cls_token$", "class_embedding"),
+    (r"position_embeddings$", "position_embedding"),
+    (r"patch_embeddings\.projection", "patch_embedding"),
+    (r"encoder\.layer\.", "encoder.layers."),
+    (r"layernorm_before", "norm1"),
+    (r"layernorm_after", "norm2"),
+    (r"lambda_", "ls"),
+    (r"attention\.projection_layer", "attn.proj"),
+    (r"attention\.", "attn."),
+    (r"^multi_modal_projector\.layer_norm", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2", "mlp1.3"),
+)
+_IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 UNUSED = r"^(model\.)?vision_tower\."  # layers after the last one that is read, and the pooler's head
 
 
@@ -109,3 +131,66 @@ def internvl(config: HfConfig) -> DecoderSpec:
     """InternVL 3 in transformers' format, whose names end with -hf."""
     spec = _text(config, "qwen2")
     return replace(spec, media=MediaSpec("internvl", config), ignored=(*spec.ignored, UNUSED))
+
+
+def internvl_chat(config: HfConfig) -> DecoderSpec:
+    """InternVL 1.5 to 3.5 in the original format. Raises ValueError for InternVL 1."""
+    if config.get("ps_version", "v1") == "v1":
+        raise ValueError("an InternVL with ps_version v1 is not supported")
+    vision = {"qkv_bias": False, "qk_normalization": True, "norm_type": "rms_norm", **config["vision_config"]}
+    vision |= {"fused_qkv": True, "attention_bias": vision["qkv_bias"], "use_qk_norm": vision["qk_normalization"]}
+    is_cut = config.get("dynamic_image_size", True)
+    of_images = {
+        **_IMAGENET,
+        "crop_to_patches": is_cut,
+        "min_patches": config.get("min_dynamic_patch", 1),
+        "max_patches": config.get("max_dynamic_patch", 6),
+        "use_thumbnail": bool(config.get("use_thumbnail")),
+    }
+    own = {
+        "text_config": config.get("llm_config") or config["text_config"],
+        "vision_config": vision,
+        "vision_feature_layer": config.get("select_layer", -1),
+        "downsample_ratio": config.get("downsample_ratio", 0.5),
+        "of_images": of_images,
+    }
+    media = MediaSpec("internvl", own, names=_OF_INTERN_VIT, mark="<IMG_CONTEXT>")
+    spec = _text(own, "qwen2")
+    return replace(spec, media=media, ignored=(*spec.ignored, r"^vision_model\."))
+
+
+def nvlm_d(config: HfConfig) -> DecoderSpec:
+    """NVLM-D: an InternVL whose tiles are numbered, with a wider projector without biases."""
+    spec = internvl_chat({"ps_version": "v2", **config, "use_thumbnail": True})
+    assert spec.media is not None
+    text = spec.media.config["text_config"]
+    wide = {"projector_hidden_size": text["intermediate_size"], "projector_bias": False, "numbers_tiles": True}
+    return replace(spec, media=replace(spec.media, config={**spec.media.config, **wide}, mark="<|vision_pad|>"))
+
+
+def interns2(config: HfConfig) -> DecoderSpec:
+    """Intern-S2: a Qwen3.5 with experts, and an encoder of time series, which is left out."""
+    spec = qwen_vl({**config, "model_type": "qwen3_5_moe"})
+    return replace(spec, ignored=(*spec.ignored, r"^(model\.)?time_series\."))
+
+
+def opencua(config: HfConfig) -> DecoderSpec:
+    """OpenCUA: a Qwen2.5-VL without rotary positions of several axes."""
+    marks = {
+        "image_token_id": config.get("media_placeholder_token_id", 151_664),
+        "video_token_id": None,
+        "has_axes": False,
+    }
+    spec = qwen_vl({**config, **marks, "model_type": "qwen2_5_vl"})
+    assert spec.media is not None
+    return replace(spec, media=replace(spec.media, names=((r"^visual\.", "vision_tower."),)))
+
+
+def llava_with_norm(config: HfConfig) -> DecoderSpec:
+    """R-4B and Bee: LLaVA-OneVision with a norm in its projector. Bee's projector has a wide layer between."""
+    factor = 4 if config.get("architectures") == ["BeeForConditionalGeneration"] else 1
+    width = factor * config["text_config"]["hidden_size"]
+    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
+    own = {**own, **config, "projector_norm_eps": 1e-6, "projector_hidden_size": width}
+    spec = _text(own, "qwen3")
+    return replace(spec, media=MediaSpec("llava_next", own), ignored=(*spec.ignored, UNUSED))

@@ -33,9 +33,13 @@ class Layer:
         self.norm1, self.norm2 = (norm(builder, f"{name}.layernorm_{at}", hidden, eps) for at in ("before", "after"))
         self.scale1, self.scale2 = (builder.whole(f"{name}.lambda_{i}", hidden) for i in (1, 2))
         bias = bool(config.get("attention_bias", False))
-        self.q, self.k, self.v = (
-            Linear(builder, f"{name}.attention.{part}_proj", hidden, hidden, bias) for part in "qkv"
-        )
+        self.qkv = None
+        if config.get("fused_qkv"):
+            self.qkv = Linear(builder, f"{name}.attention.qkv", hidden, 3 * hidden, bias)
+        else:
+            self.q, self.k, self.v = (
+                Linear(builder, f"{name}.attention.{part}_proj", hidden, hidden, bias) for part in "qkv"
+            )
         self.q_norm = self.k_norm = None
         if config.get("use_qk_norm"):
             self.q_norm, self.k_norm = (RMSNorm(builder, f"{name}.attention.{p}_norm", hidden, 1e-6) for p in "qk")
@@ -45,12 +49,13 @@ class Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        q = self.q(normed)
-        k = self.k(normed)
+        q, k, v = (
+            self.qkv(normed).chunk(3, -1) if self.qkv is not None else (self.q(normed), self.k(normed), self.v(normed))
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        x = x + self.scale1 * self.out(attend(q, k, self.v(normed), self.heads))
+        x = x + self.scale1 * self.out(attend(q, k, v, self.heads))
         return x + self.scale2 * self.fc2(self.activation(self.fc1(self.norm2(x))))
 
 
@@ -77,8 +82,10 @@ class Tower:
         joined = width * self.factor**2
         hidden = config["text_config"]["hidden_size"]
         self.joined_norm = LayerNorm(builder, "multi_modal_projector.layer_norm", joined, 1e-5)
-        self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", joined, hidden)
-        self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", hidden, hidden)
+        inner = config.get("projector_hidden_size", hidden)
+        bias = config.get("projector_bias", True)
+        self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", joined, inner, bias)
+        self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", inner, hidden, bias)
         self.activation = ACTIVATIONS[config.get("projector_hidden_act", "gelu")]
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:

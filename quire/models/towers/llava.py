@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.models.towers.layers import ACTIVATIONS, Linear
+from quire.models.towers.layers import ACTIVATIONS, LayerNorm, Linear
 from quire.models.towers.vit import VisionTransformer
 from quire.multimodal.spec import MediaSpec
 
@@ -23,8 +23,12 @@ class Tower:
         width = self.vision.hidden_size * len(self.vision.read)
         hidden = config["text_config"]["hidden_size"]
         bias = config.get("multimodal_projector_bias", True)
-        self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", width, hidden, bias)
-        self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", hidden, hidden, bias)
+        inner = config.get("projector_hidden_size", hidden)
+        self.linear_1 = Linear(builder, "multi_modal_projector.linear_1", width, inner, bias)
+        self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", inner, hidden, bias)
+        self.norm = None
+        if (eps := config.get("projector_norm_eps")) is not None:
+            self.norm = LayerNorm(builder, "multi_modal_projector.pre_norm", width, eps)
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.project(tensors["pixel_values"][None])[0]
@@ -34,6 +38,8 @@ class Tower:
         x = torch.cat(self.vision(pixels), -1)
         if not self.keeps_class:
             x = x[:, 1:]  # also for SigLIP, whose first token is a patch, as in transformers
+        if self.norm is not None:
+            x = self.norm(x)
         return self.linear_2(self.activation(self.linear_1(x)))
 
 

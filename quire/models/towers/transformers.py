@@ -22,6 +22,7 @@ from quire.config.engine import ConfigError
 from quire.config.multimodal import MultiModalConfig
 from quire.layers.build import Builder
 from quire.messages.errors import error_text
+from quire.models.transformers_backend.published import published_as
 from quire.models.transformers_backend.text_models import class_of, settings_of
 from quire.multimodal.families.base import Family, Prepared
 from quire.multimodal.families.transformers import composed
@@ -106,7 +107,9 @@ def load(builder: Builder, spec: MediaSpec, weights: Path | None, options: Multi
     assert name is not None, "the registry asks for it"
     try:
         settings = settings_of(dict(spec.config))
-        network = _network(getattr(transformers, name), settings, builder, weights)
+        published = published_as(dict(spec.config))
+        names = {} if published is None else published.names
+        network = _network(getattr(transformers, name), settings, builder, weights, names)
         items = load_family(spec, options.mm_processor_kwargs, lambda token_id: "")
         tower = Tower(network, {modality: kind.token_id for modality, kind in items.kinds.items()}, builder)
         for modality in items.kinds:
@@ -145,7 +148,7 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
         if rotary is None:
             raise ValueError("its items have rotary positions of several axes, which transformers' function is not for")
         first = int((ids == tower.token_id(modality)).nonzero()[0])
-        expected = torch.tensor(composed(len(ids), [(first, rotary)]), device=positions.device)
+        expected = torch.tensor(composed(len(ids), [(first - sample.lead, rotary)]), device=positions.device)
         if not bool((positions[-len(expected) :, 0] == expected).all()):
             raise ValueError("its layers are given other rotary positions than those of its items")
     embeds = inputs.get("inputs_embeds")
@@ -184,8 +187,8 @@ def _mask(*arguments: Any, mask_function: Callable[..., Tensor], **others: Any) 
     return made
 
 
-def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None) -> Any:
-    """Return the model without its text layers, and with the weights of the rest."""
+def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None, names: Mapping[str, str]) -> Any:
+    """Return the model without its text layers, and with the weights of the rest. names: see Published."""
 
     def strip(network: Any) -> None:
         text = network.get_decoder()
@@ -226,12 +229,12 @@ def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None) -
             network = network.to_empty(device="cpu")
             network.init_weights()
     else:
-        network = _loaded(stripped, settings, builder, weights)
+        network = _loaded(stripped, settings, builder, weights, names)
     network.config.get_text_config(decoder=True)._attn_implementation = _MASKS
     return network.to(builder.device).eval()
 
 
-def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path) -> Any:
+def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path, names: Mapping[str, str]) -> Any:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the tensors of text layers are unexpected
     try:
@@ -242,6 +245,7 @@ def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=dict(names) or None,
         )
     except (OSError, RuntimeError) as error:
         raise WeightError(f"transformers cannot load {weights}: {error_text(error)}") from error
@@ -249,6 +253,6 @@ def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path) -> Any:
         transformers_logging.set_verbosity(verbosity)
     for label in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(label):
-            names = ", ".join(sorted(map(str, info[label]))[:5])
-            raise WeightError(f"the encoder's tensors do not fit; {label.partition('_')[0]}: {names}")
+            some = ", ".join(sorted(map(str, info[label]))[:5])
+            raise WeightError(f"the encoder's tensors do not fit; {label.partition('_')[0]}: {some}")
     return network

@@ -5,22 +5,36 @@ plain data.
 """
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, ProcessorMixin
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+    get_image_processor_class_from_name,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.utils import logging as transformers_logging
 
 from quire.checkpoints.hub import read_json
 from quire.messages.errors import error_text
+from quire.models.transformers_backend.published import Published, published_as, translated
 from quire.models.transformers_backend.text_models import class_of, has_sections, settings_of
-from quire.multimodal.families.transformers import composed
+from quire.multimodal.families.transformers import AXES, composed
+from quire.text.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
 _BEFORE, _AFTER = "a ", " b"  # text around an item's placeholder, which must stay as it is
@@ -51,6 +65,7 @@ class Preprocessor:
             mark = mark or getattr(self._processor, f"{modality}_token", None)
             if present and mark is not None:
                 self.kinds[modality] = (str(mark), self._token_id(modality, str(mark), settings))
+        self._numbered: dict[str, tuple[str, int]] = {}
         if not self.kinds:
             raise ValueError(f"{type(self._processor).__name__} names no token that represents a picture or a sound")
 
@@ -81,16 +96,22 @@ class Preprocessor:
             "tensors": {name: (str(a.dtype), list(a.shape), a.tobytes()) for name, a in tensors.items()},
             "text": text,
             "num_embeds": ids.count(self.kinds[modality][1]),
-            "rotary": None if self._rope_index is None else self._rotary(modality, ids, tensors).tobytes(),
+            "numbered": self._numbered.get(modality),
+            "rotary": None,
+            "lead": 0,
+            **({} if self._rope_index is None else self._rotary(modality, ids, tensors)),
         }
 
-    def _rotary(self, modality: str, ids: list[int], tensors: dict[str, Array]) -> Array:
-        """Return the rotary positions [axes, tokens] from the first embedding of an item to the last one, relative to
-        its place."""
+    def _rotary(self, modality: str, ids: list[int], tensors: dict[str, Array]) -> dict[str, Any]:
+        """Return the fields rotary and lead of Prepared."""
         token_id = self.kinds[modality][1]
+        positions = self._positions(modality, ids, tensors)
         first = ids.index(token_id)
-        last = len(ids) - 1 - ids[::-1].index(token_id)
-        return np.ascontiguousarray(self._positions(modality, ids, tensors)[:, first : last + 1] - first)
+        start = next((i for i in range(first) if (positions[:, i] != i).any()), first)
+        stop = len(ids)
+        while ids[stop - 1] != token_id and (positions[:, stop - 1] == positions[:, : stop - 1].max() + 1).all():
+            stop -= 1
+        return {"rotary": (positions[:, start:stop] - start).tobytes(), "lead": first - start}
 
     def _positions(self, modality: str, ids: list[int], tensors: dict[str, Array]) -> Array:
         """Return transformers' rotary positions of a prompt, [axes, tokens], int32."""
@@ -129,19 +150,30 @@ class Preprocessor:
             made = self._call(modality, f"{_BEFORE}{mark}, {mark}{_AFTER}", [item, item])
         except ValueError:
             return  # it takes one item in a prompt
-        if self._texts != [f"{_BEFORE}{text}, {text}{_AFTER}"]:
-            raise ValueError(f"what {self.name} makes of an item depends on the rest of the prompt")
+        self._check_texts(modality, text)
         if self._rope_index is None:
             return
         both = {name: array for name, value in made.items() if (array := _array(name, value)) is not None}
         ids = self._ids(self._texts[0])
         own = self._ids(text)
-        rotary = self._rotary(modality, own, tensors)
-        starts = [i for i in range(len(ids)) if ids[i : i + rotary.shape[1]].count(token_id) == own.count(token_id)]
-        first = [start for start in starts if ids[start] == token_id]
+        made = self._rotary(modality, own, tensors)
+        rotary = np.frombuffer(made["rotary"], np.int32).reshape(AXES, -1)
+        places = [index for index, token in enumerate(ids) if token == token_id]
+        firsts = [place - made["lead"] for place in (places[0], places[len(places) // 2])]
         expected = self._positions(modality, ids, both)
-        if not np.array_equal(expected, composed(len(ids), [(first[0], rotary), (first[-1], rotary)])):
+        if not np.array_equal(expected, composed(len(ids), [(first, rotary) for first in firsts])):
             raise ValueError("the rotary positions of its items depend on the rest of the prompt")
+
+    def _check_texts(self, modality: str, text: str) -> None:
+        """Compare the recorded text of a prompt with two equal items with an item's own text, in which numbers may
+        differ. Raises ValueError."""
+        start = f"{_BEFORE}{text}, "
+        [both] = self._texts
+        other = both[len(start) : len(both) - len(_AFTER)]
+        if (numbered := _number(text, other)) is not None:
+            self._numbered[modality] = numbered
+        if both != f"{start}{other}{_AFTER}" or (numbered is None and other != text):
+            raise ValueError(f"what {self.name} makes of an item depends on the rest of the prompt")
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -164,6 +196,17 @@ class Preprocessor:
                 problem = problem or error
         assert problem is not None
         raise ValueError(error_text(problem)) from problem
+
+
+def _number(first: str, second: str) -> tuple[str, int] | None:
+    """Return the text before the only number in which two texts differ, and this number in the first one, if it is 0
+    or 1, and the next one in the second. None for other texts."""
+    same = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(first))
+    before = first[:same]
+    found = re.match(r"[01]", first[len(before) :])
+    if found is None or second != f"{before}{int(found[0]) + 1}{first[len(before) + 1 :]}":
+        return None
+    return before, int(found[0])
 
 
 def _recorded(tokenizer: Any) -> list[str]:
@@ -205,33 +248,65 @@ def _array(name: str, value: Any) -> Any:
 
 
 def _processor(directory: str, config: dict[str, Any]) -> Any:
-    """Create the processor of a checkpoint, with Pillow for pictures. Videos need torchvision, so the part of them is
-    left out."""
+    """Create the processor of a checkpoint, with Pillow for pictures if transformers has that. Videos need torchvision,
+    so the part for pictures takes the place of theirs."""
     folder = Path(directory)
     files = [read_json(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
+    published = published_as(config)
     name = next((f["processor_class"] for f in files if f.get("processor_class")), None)
-    name = name or PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
+    if name is None or published is not None:
+        name = PROCESSOR_MAPPING_NAMES.get(str(translated(config).get("model_type")))
     kind = None if name is None else processor_class_from_name(name)
     if kind is None or not issubclass(kind, ProcessorMixin):
         raise ValueError(f"transformers has no processor {name or 'for ' + str(config.get('model_type'))}")
     settings, rest = kind.get_processor_dict(directory, local_files_only=True)
     try:
-        parts = [_part(attribute, directory) for attribute in kind.get_attributes()]
+        attributes = kind.get_attributes()
+        parts = {attribute: _part(attribute, directory, published, attributes) for attribute in attributes}
     except OSError as error:
         raise ValueError(f"transformers cannot load a part of {kind.__name__}: {error_text(error)}") from error
     lenient: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: None})
-    return lenient.from_args_and_dict(parts, settings, **rest)
+    if "video_processor" in parts:
+        parts["video_processor"] = parts.get("image_processor")  # some processors read its settings
+    return lenient.from_args_and_dict(list(parts.values()), settings, **rest)
 
 
-def _part(attribute: str, directory: str) -> Any:
+def _image_class(model_type: str) -> Any:
+    """Return transformers' class that preprocesses pictures, for Pillow if there is one."""
+    found = IMAGE_PROCESSOR_MAPPING_NAMES[model_type]
+    return get_image_processor_class_from_name(found.get("pil") or found["torchvision"])
+
+
+def _part(attribute: str, directory: str, published: Published | None, attributes: list[str]) -> Any:
     common = {"local_files_only": True, "trust_remote_code": False}
     if attribute == "image_processor":
-        return AutoImageProcessor.from_pretrained(directory, backend="pil", **common)
+        try:
+            return AutoImageProcessor.from_pretrained(directory, backend="pil", **common)
+        except (OSError, ValueError):
+            if published is None or published.pictures is None:
+                raise
+            return _image_class(published.model_type)(**published.pictures)
     if attribute in ("feature_extractor", "audio_processor"):
-        return AutoFeatureExtractor.from_pretrained(directory, **common)
+        try:
+            return AutoFeatureExtractor.from_pretrained(directory, **common)
+        except (OSError, ValueError):
+            if "image_processor" not in attributes:
+                raise
+            return None  # a checkpoint of a model that could hear, but has no such part
     if attribute == "tokenizer":
-        return AutoTokenizer.from_pretrained(directory, **common)
+        return _tokenizer(directory, common)
     return None
+
+
+def _tokenizer(directory: str, common: dict[str, Any]) -> Any:
+    """Read the tokenizer with transformers, or with Quire if its files are for code of the checkpoint."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, **common)
+    except (OSError, ValueError, ImportError):
+        made = Tokenizer.from_directory(Path(directory))
+        if not isinstance(made.backend, tokenizers.Tokenizer):
+            raise
+        return PreTrainedTokenizerFast(tokenizer_object=made.backend, **made.special_tokens)
 
 
 # ---- functions that jobs name

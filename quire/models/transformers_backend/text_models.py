@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quire.messages.errors import error_text
+from quire.models.transformers_backend.published import translated
 from quire.models.transformers_backend.spec import architecture
 
 
@@ -22,6 +23,10 @@ def _rotated(text: Any) -> dict[str, Any]:
 
 # Text models without a class that generates alone: one with the same layers, and the fields that make it so.
 _SAME: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "deepseek_ocr2_text": (
+        "DeepseekForCausalLM",
+        lambda text: {"first_k_dense_replace": text.mlp_layer_types.count("dense"), "norm_topk_prob": False},
+    ),
     "glm4v_text": ("Glm4ForCausalLM", lambda text: {"attention_bias": True, **_rotated(text)}),
     "glm4v_moe_text": ("Glm4MoeForCausalLM", lambda text: _rotated(text)),
     "glm_ocr_text": ("Glm4ForCausalLM", lambda text: {"attention_bias": False, **_rotated(text)}),
@@ -42,6 +47,7 @@ _NAMES = {
 
 def class_of(config: dict[str, Any]) -> str | None:
     """Return the name of transformers' class that generates from the checkpoint's pictures or sounds."""
+    config = translated(config)
     listed = config.get("architectures") or []
     own = _NAMES.get(str(config.get("model_type")))
     return own if own is not None and (own in listed or any(name in _NAMES.values() for name in listed)) else None
@@ -49,9 +55,10 @@ def class_of(config: dict[str, Any]) -> str | None:
 
 def settings_of(config: dict[str, Any]) -> Any:
     """Return transformers' config of a whole checkpoint. Raises ValueError."""
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    plain = {name: value for name, value in translated(config).items() if name != "quantization_config"}
     try:
-        return CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+        kind = CONFIG_MAPPING[plain["model_type"]]
+        return kind.from_dict(kind._decode_special_floats(plain))
     except Exception as error:  # its validators raise many kinds
         raise ValueError(f"transformers cannot read config.json: {error_text(error)}") from error
 
@@ -73,7 +80,7 @@ def text_model(config: dict[str, Any]) -> dict[str, Any] | None:
     no such model that sees or hears, or no text model of this kind. Raises ValueError."""
     if class_of(config) is None:
         return None
-    if config["model_type"] in _TWO_WAY:
+    if config.get("model_type") in _TWO_WAY:
         raise ValueError("the tokens of its prompts also see those behind them")
     settings = settings_of(config)
     text = settings.get_text_config(decoder=True)

@@ -21,9 +21,11 @@ class Prepared:
 
     tensors: by the tower's names. text: replaces its placeholder in the prompt. num_embeds: the number of tokens in
     that text that are replaced by embeddings. grid: (time, height, width) in embeddings, for models with several rotary
-    positions. seconds: between the steps of the grid in time. rotary: the positions [axes, tokens], from the first
-    embedding to the last one and relative to the position of a text token in the first one's place, if a grid does not
-    define them.
+    positions. seconds: between the steps of the grid in time. rotary: the positions [axes, tokens] of the first to the
+    last token that has other ones than text, if a grid does not define them. They are relative to the position of a
+    text token in the first one's place. lead: the number of these tokens before the first embedding. numbered: where
+    the text contains the item's number in the prompt: the text before it, and the number of the first item, which
+    `text` has.
     """
 
     tensors: dict[str, Array]
@@ -32,6 +34,15 @@ class Prepared:
     grid: tuple[int, int, int] = (1, 1, 1)
     seconds: float = 1.0
     rotary: Array | None = None
+    lead: int = 0
+    numbered: tuple[str, int] | None = None
+
+    def text_at(self, index: int) -> str:
+        """Return the text of the item if it is the prompt's item with this index."""
+        if self.numbered is None or index == 0:
+            return self.text
+        before, first = self.numbered
+        return f"{before}{first + index}{self.text[len(before) + len(str(first)) :]}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """InternVL 3 (arXiv:2504.10479): an image is cut into a grid of tiles close to its aspect ratio, followed by a
-downscaled version of the whole image. A video is a text with numbered frames of one tile each."""
+downscaled version of the whole image. A video is a text with numbered frames of one tile each. In the original format,
+the settings of images are in the model's config."""
 
 from collections.abc import Callable
 
@@ -16,9 +17,16 @@ class Pictures(Family):
         vision = config["vision_config"]
         self.text = token(token_id)
         self.settings = settings
-        self.kinds = {"image": Kind(self.text, token_id), "video": Kind("<video>", token_id)}
+        self.kinds = {"image": Kind(self.text, token_id)}
+        if not config.get("numbers_tiles"):
+            self.kinds["video"] = Kind("<video>", token_id)
         side, patch = (first(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+        self.has_thumbnail = True
+        if original := config.get("of_images"):
+            self.settings = settings = {**original, **settings, "size": {"height": side}}
+            self.has_thumbnail = original["use_thumbnail"]
         self.side = (settings.get("size") or {}).get("height", side)
+        self.numbers_tiles = bool(config.get("numbers_tiles"))
         self.of_tile = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
         self.least, self.most = settings.get("min_patches", 1), settings.get("max_patches", 12)
         self.adjustable = {"min_patches": self.most, "max_patches": self.most, "crop_to_patches": None}
@@ -36,9 +44,13 @@ class Pictures(Family):
                 for column in range(columns):
                     box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
                     tiles.append(cut.crop(box))
-        if len(tiles) != 1:
+        if not tiles or (self.has_thumbnail and len(tiles) != 1):
             tiles.append(self._resized(image, 1, 1))
-        return self._prepared(tiles, f"<img>{self.text * self.of_tile * len(tiles)}</img>")
+        embeds = self.text * self.of_tile
+        if not self.numbers_tiles:
+            return self._prepared(tiles, f"<img>{embeds * len(tiles)}</img>")
+        names = [*(f"<tile_{number}>" for number in range(1, len(tiles))), "<tile_global_thumbnail>"]
+        return self._prepared(tiles, f"<Image>{''.join(name + embeds for name in names)}</Image>")
 
     def video(self, frames: Frames) -> Prepared:
         tiles = [self._resized(image, 1, 1) for image in frames.images]

@@ -76,9 +76,9 @@ def tile_sizes(config: Config) -> tuple[int, int]:
 
 def most_tiles(config: Config) -> int | None:
     """Return the maximum of an image's embeddings, in tiles; LLaVA-OneVision reduces them by interpolation."""
-    if config.get("model_type") != "llava_onevision":
-        return None
-    return int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
+    default = "anyres_max_9" if config.get("model_type") == "llava_onevision" else ""
+    ratio = str(config.get("vision_aspect_ratio", default))
+    return int(ratio.removeprefix("anyres_max_")) if ratio.startswith("anyres_max_") else None
 
 
 def best_size(height: int, width: int, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:

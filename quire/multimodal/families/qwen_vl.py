@@ -28,14 +28,16 @@ class Pictures(Family):
         first = 248_053 if kind.startswith("qwen3_5") else 151_652  # start, end, an unused token, image, video
         image_id = config.get("image_token_id", first + 3)
         video_id = config.get("video_token_id", first + 4)
-        self.texts = {"image": token(image_id), "video": token(video_id)}
+        self.texts = {"image": token(image_id), "video": "" if video_id is None else token(video_id)}
         self.kinds = {"image": Kind(self.texts["image"], image_id)}
         self.around = ("", "")  # the text around the embeddings of a pair of frames, if there are times between pairs
         if is_third:
             start = config.get("vision_start_token_id", first)
             end = config.get("vision_end_token_id", first + 1)
             self.around = (token(start), token(end))
-        self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
+        if video_id is not None:
+            self.kinds["video"] = Kind(self.texts["video"].join(self.around), video_id)
+        self.has_axes = config.get("has_axes", True)
         # The encoder is built with these, regardless of the processor's settings.
         self.patch = vision.get("patch_size", 16 if is_third else 14)
         self.merge, self.frames = vision.get("spatial_merge_size", 2), vision.get("temporal_patch_size", 2)
@@ -117,7 +119,7 @@ class Pictures(Family):
         return w, h
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
-        if not placed:
+        if not placed or not self.has_axes:
             return None
         parts = list[Array]()
         position = 0

@@ -40,22 +40,28 @@ class Items(Family):
         rotary = None
         if (positions := made["rotary"]) is not None:
             rotary = np.frombuffer(positions, np.int32).reshape(AXES, -1)
-        return Prepared(tensors, made["text"], made["num_embeds"], rotary=rotary)
+        return Prepared(
+            tensors, made["text"], made["num_embeds"], rotary=rotary, lead=made["lead"], numbered=made["numbered"]
+        )
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
-        items = [(found.positions[0], found.item.rotary) for found in placed if found.item.rotary is not None]
+        items = [
+            (found.positions[0] - found.item.lead, found.item.rotary)
+            for found in placed
+            if found.item.rotary is not None
+        ]
         return composed(len(token_ids), items) if items else None
 
 
 def composed(count: int, items: Sequence[tuple[int, Array]]) -> Array:
-    """Return the rotary positions [axes, count] of a prompt. items: the first token of each, and Prepared.rotary. Text
-    after an item continues after the largest of its positions."""
+    """Return the rotary positions [axes, count] of a prompt. items: the first token with a position in Prepared.rotary,
+    and these positions. Text after an item continues after the largest of its positions."""
     parts = list[Array]()
     token = 0
     position = 0
     for start, rotary in items:
         parts.append(np.tile(np.arange(position, position + start - token), (AXES, 1)))
-        parts.append(rotary + position + start - token)
+        parts.append(np.maximum(rotary + position + start - token, 0))
         position = int(parts[-1].max()) + 1
         token = start + rotary.shape[1]
     parts.append(np.tile(np.arange(position, position + count - token), (AXES, 1)))
