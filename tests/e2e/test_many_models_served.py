@@ -40,7 +40,8 @@ ttl = "10m"
 def test_models_of_a_file_are_served_until_a_signal(tmp_path: Path):
     copy_model(DEMO / "model", tmp_path / "here")
     (tmp_path / "models.toml").write_text(MODELS)
-    with Server("--models", str(tmp_path / "models.toml"), "--memory", "4G") as server, ThreadPoolExecutor(4) as pool:
+    options = ["--models", str(tmp_path / "models.toml"), "--memory", "4G", "--drain-timeout", "600"]
+    with Server(*options) as server, ThreadPoolExecutor(4) as pool:
         client = server.client
         assert [card["id"] for card in client.get("/v1/models").json["data"]] == [
             "small",
@@ -54,7 +55,7 @@ def test_models_of_a_file_are_served_until_a_signal(tmp_path: Path):
         assert client.complete("Once", max_tokens=4)["choices"][0]["text"] == text
         [small] = [card for card in client.get("/v1/models").json["data"] if card["id"] == "small"]
         assert (small["max_model_len"], small["root"]) == (256, str(tmp_path / "here"))
-        long = {"model": "vision", "max_tokens": 1500, "ignore_eos": True}
+        long = {"model": "vision", "max_tokens": 800, "ignore_eos": True}
         running = pool.submit(client.complete, "1 1 1", **long)
         eventually(lambda: client.get("/load").json["server_load"] == 1)
         waiting = pool.submit(client.post, "/v1/completions", {"model": "quire-demo", "prompt": "a"})

@@ -113,11 +113,10 @@ def _read(
         raise ConfigError(f"{path}: {name!r} should have a text as model, and true or false as pinned")
     try:
         seconds = seconds_of(given["ttl"]) if "ttl" in given else ttl
-        found = resolve(model)
+        beside = path.parent / model
+        found = str(beside) if beside.exists() else resolve(model)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: {name!r}: {error_text(error)}") from error
-    if found is not None and not Path(found).is_absolute() and (beside := path.parent / found).exists():
-        found = str(beside)
     merged = {**options, **own}
     return ModelDeclaration.create(name, found, merged, aliases=aliases, pinned=pinned, ttl=seconds)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -46,6 +46,17 @@ class _Fields(msgspec.Struct):
     messages: msgspec.Raw = _NULL
 
 
+def _named(fields: _Fields) -> str | None:
+    return fields.model or fields.name
+
+
+# Bodies whose field `model` is not the model that they use.
+_BASES: dict[str, Callable[[_Fields], str | None]] = {
+    "/api/create": lambda fields: fields.from_,
+    "/api/copy": lambda fields: fields.source,
+}
+
+
 class _RoutedBody(BaseModel):
     """The same, to report what is wrong with a body."""
 
@@ -64,7 +75,7 @@ class _Wanted:
         is_form = (header(scope, b"content-type") or b"").lower().startswith(b"multipart/form-data")
         fields = _form_fields(body) if is_form else _json_fields(body)
         of_query = query.get("model", [None])[0]
-        self.name = fields.model or fields.name or fields.from_ or fields.source or of_query
+        self.name = _BASES.get(path, _named)(fields) or of_query
         self.may_load = query.get("autoload", ["true"])[0].lower() not in ("false", "0")
         is_ollama = path in ("/api/generate", "/api/chat")
         self.streams = fields.stream is not False if is_ollama else fields.stream is True

@@ -39,7 +39,10 @@ class LoadedModel:
     @property
     def memory(self) -> int:
         """The bytes that the processes of the engine use."""
-        return sum(process.memory_info().rss for process in self._processes())
+        try:
+            return sum(process.memory_info().rss for process in self._processes())
+        except psutil.NoSuchProcess:  # one has just ended; it is replaced
+            return 0
 
     def _processes(self) -> Iterator[psutil.Process]:
         for pid in self.llm.client.process_ids:

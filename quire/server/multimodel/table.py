@@ -285,8 +285,9 @@ class ModelTable:
         model."""
         if model.is_pinned:
             raise ApiError(409, f"the model {model.name!r} is pinned", param="model", code="model_pinned")
-        if model.is_idle:
-            await self._unload(model, "as requested")
+        if model.is_idle and model.task is None:
+            model.task = asyncio.create_task(self._end(model, "as requested"))
+            await asyncio.shield(model.task)
         elif model.loaded is not None:
             model.keep_seconds = 0
 
@@ -307,13 +308,14 @@ class ModelTable:
         if model.task is not None:
             return
         if model.is_idle:
-            model.task = asyncio.create_task(self._expired(model))
+            model.task = asyncio.create_task(self._end(model, "after its idle time"))
         else:  # a response is generated in the background
             handle = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._expire, model)
             model.expire_in(_LOOK_SECONDS, handle)
 
-    async def _expired(self, model: ServedModel) -> None:
-        await self._unload(model, "after its idle time")
+    async def _end(self, model: ServedModel, reason: str) -> None:
+        """Unload the model as its task, so that a request that arrives meanwhile loads it only afterwards."""
+        await self._unload(model, reason)
         model.task = None
         if model.is_awaited:
             self.load(model, is_wanted=False)
