@@ -32,7 +32,7 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire serve .*(cluster-secret-file|MiniLM|Embedding|reranker|Reranker).*|quire route .*--prefill.*":
         "it needs a model that embeds, or two machines: tests/server/test_pooling_api.py and tests/router have these",
     r"quire serve .*/var/cache/.*": "it writes to a folder of the system: tests/engine/test_tiers.py has its own",
-    r"quire serve Qwen/Qwen3-0.6B (--port 8001 --served|Qwen/Qwen3-8B --rules).*|quire route .*--rules .*|quire route train .*":
+    r"quire serve Qwen/Qwen3-0.6B (--port 8001 --s|Qwen/Qwen3-8B).*|quire route (.*--rules|train) .*":
         "it needs two models: tests/router/test_semantic.py has stand-ins, and tests/semantic trains a classifier",
     r"docker .*|python3 -m venv /opt.*|/opt/.*|install .*|systemctl .*|python tools/build_wheel.py":
         "it installs a server on the system: tests/deploy builds the wheel and the image, and runs them",
