@@ -49,11 +49,10 @@ def test_the_map_changes_under_load(page: Any, server: Service):
         until(page, "document.querySelectorAll('.requests tbody tr').length > 3")
         eventually(lambda: page.evaluate(picture) != before)
         until(page, "/[1-9]/.test(document.querySelector('.numbers dd').textContent)")
-        box = page.locator(".core canvas").first.bounding_box()
-        page.mouse.move(box["x"] + 4, box["y"] + 4)
+        page.locator(".core canvas").first.hover(position={"x": 4, "y": 4})
         page.locator("#tip:not([hidden])").wait_for()
         assert page.locator("#tip").text_content().startswith("Block 1: ")
-    page.locator(".hint").first.hover()
+    page.locator(".core .hint").first.hover()
     assert "What this replica does now" in page.locator("#tip").text_content()
 
 

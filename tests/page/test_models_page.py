@@ -17,7 +17,7 @@ def rows(page: Any) -> list[list[str]]:
 
 
 def test_the_model_of_an_ordinary_server_is_listed(page: Any):
-    ask(page, "Hello", max_tokens="20")
+    ask(page, "Tell me a story.", max_tokens="200", more='{"ignore_eos": true}')
     page.click("#tab-models")
     page.locator("#models-list tr").wait_for()
     ((name, state, size, memory, parameters, context, speed, action),) = rows(page)

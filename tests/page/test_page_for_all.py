@@ -66,7 +66,7 @@ def test_the_page_has_the_language_of_the_browser_or_the_chosen_one(browser: Any
     with visit(browser, server, locale="pt") as page:
         assert page.locator("#send").text_content() == "Send"
         page.select_option("#language", "fr")
-        until(page, "document.querySelector('#send')?.textContent === 'Envoyer'")
+        page.locator("#send", has_text="Envoyer").wait_for()  # the page is loaded again
 
 
 @marked

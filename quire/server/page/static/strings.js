@@ -77,6 +77,7 @@ export const STRINGS = {
   "{prompt} prompt tokens ({cached} cached)": ["{prompt} Prompt-Token ({cached} im Cache)", "{prompt} tokens del prompt ({cached} en caché)", "{prompt} jetons d'invite ({cached} en cache)", "プロンプト {prompt} トークン（キャッシュ {cached}）", "提示 {prompt} 个词元（缓存 {cached}）"],
   "{output} output tokens": ["{output} Ausgabe-Token", "{output} tokens de salida", "{output} jetons de sortie", "出力 {output} トークン", "输出 {output} 个词元"],
   "cut off by the limit of tokens": ["an der Token-Grenze abgeschnitten", "cortada por el límite de tokens", "coupée par la limite de jetons", "トークン数の上限で終了", "因词元上限而截断"],
+  "route: {route}": ["Route: {route}", "ruta: {route}", "route : {route}", "経路: {route}", "路由：{route}"],
   "stopped": ["angehalten", "detenida", "arrêtée", "停止しました", "已停止"],
   "calls tools": ["ruft Werkzeuge auf", "llama a herramientas", "appelle des outils", "ツールを呼び出し", "调用工具"],
   "ended because it repeated itself": ["beendet, da sie sich wiederholte", "terminada porque se repetía", "terminée car elle se répétait", "繰り返しのため終了", "因重复而结束"],

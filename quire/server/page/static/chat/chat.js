@@ -214,7 +214,9 @@ async function run(message, body) {
   let failure = null;
   try {
     const stream = { ...body, stream: true, stream_options: { include_usage: true } };
-    for await (const event of events(await call(pathOf(about), stream, stopper.signal))) {
+    const response = await call(pathOf(about), stream, stopper.signal);
+    message.route = response.headers.get("X-Quire-Route") ?? undefined;
+    for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       reply.take(event);
       view.update(reply.tokens);

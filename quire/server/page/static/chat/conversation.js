@@ -15,6 +15,7 @@
  * @property {number} [thinkingMs]
  * @property {{ id: string, name: string, arguments: string }[]} [calls]
  * @property {object} [figures] of an answer
+ * @property {string} [route] how a semantic router chose the model
  * @property {string} [reason] why the answer ended
  * @property {string} [problem]
  * @property {string} [pair] the same in two answers that are compared

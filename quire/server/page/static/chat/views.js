@@ -164,7 +164,7 @@ export class AnswerView extends MessageView {
 }
 
 /** The figures of an answer, as texts. */
-function factsOf({ figures = {}, reason }) {
+function factsOf({ figures = {}, reason, route }) {
   const facts = [];
   if (figures.first !== undefined) facts.push(t("first token after {time}", { time: duration(Math.round(figures.first)) }));
   if (figures.rate) facts.push(t("{rate} tokens/s", { rate: number(figures.rate, 1) }));
@@ -174,6 +174,7 @@ function factsOf({ figures = {}, reason }) {
     facts.push(t("{output} output tokens", values));
   }
   if (figures.joules) facts.push(`${number(figures.joules, 1)} J`);
+  if (route) facts.push(t("route: {route}", { route }));
   const reasons = {
     length: t("cut off by the limit of tokens"), stopped: t("stopped"), tool_calls: t("calls tools"),
     repetition: t("ended because it repeated itself"),
