@@ -12,6 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from quire.config.engine import ConfigError
+from quire.messages.errors import error_text
 
 _SHIPPED = Path(__file__).parent / "classifiers"
 
@@ -36,7 +37,7 @@ class Classifier:
                 weight, bias = opened.get_tensor("weight"), opened.get_tensor("bias")
             labels = tuple(json.loads(about["labels"]))
         except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise ConfigError(f"{path} is not a classifier: {error}") from error
+            raise ConfigError(f"{path} is not a classifier: {error_text(error)}") from error
         fits = weight.ndim == 2 and bias.shape == weight.shape[:1] == (len(labels),)
         if not (fits and all(isinstance(label, str) for label in labels)):
             raise ConfigError(f"{path} is not a classifier: its tensors do not fit its {len(labels)} labels")

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from quire.config.engine import ConfigError
+from quire.messages.errors import error_text
 
 MAX_EXAMPLES = 1000  # of all rules together; each request is compared with all of them
 _KEY_HASH = re.compile(r"[0-9a-f]{64}")
@@ -191,4 +192,4 @@ class Rules(_Table, frozen=True):
         try:
             return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), cls)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {error_text(error)}") from error

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from quire.config.engine import ConfigError
+from quire.messages.errors import error_text
 from quire.semantic.classifier import Classifier
 
 HELD_OUT = 5  # one of so many examples is held out
@@ -47,11 +48,11 @@ def read_examples(path: Path) -> list[Example]:
                 try:
                     examples.append(msgspec.json.decode(line, type=Example))
                 except msgspec.DecodeError as error:
-                    raise ConfigError(f"{path}, line {number}: {error}") from error
+                    raise ConfigError(f"{path}, line {number}: {error_text(error)}") from error
                 if len(examples) > MAX_EXAMPLES:
                     raise ConfigError(f"{path} has more than {MAX_EXAMPLES} examples")
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {error_text(error)}") from error
     if len({example.label for example in examples}) < 2:
         raise ConfigError(f"{path} needs examples with at least two labels")
     return examples

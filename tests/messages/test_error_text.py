@@ -44,8 +44,9 @@ def exceptions_as_text(tree: ast.AST) -> Iterator[int]:
             texts: list[ast.expr] = []
             if isinstance(node, ast.FormattedValue) and node.conversion != ord("r"):
                 texts = [node.value]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("str", "print", "logger.")):
-                texts = node.args
+            elif isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                texts = node.args if called == "str" or called.startswith(("print", "logger.")) else []
             yield from (t.lineno for t in texts if isinstance(t, ast.Name) and t.id in names)
 
 
