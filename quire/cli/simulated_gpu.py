@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -399,6 +400,7 @@ def stand_in(card: Card, count: int = 1, device: SimulatedGpu | None = None) -> 
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         for name, function in _collectives(device).items():
             stack.enter_context(mock.patch.object(torch.distributed, name, function))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _nothing))  # torch's build for CUDA
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(threading.Thread, "run", thread))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))

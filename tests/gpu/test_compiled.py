@@ -86,7 +86,7 @@ def test_a_kernel_that_is_as_it_should_be_breaks_no_rule():
         ("float64", "sm_90", {"float64": ("DADD",)}),
         ("product", "sm_90", {"dots": (Product("fma", 16, 64, 128, "bf16"),)}),
         ("product", "sm_90", {"dots": (Product("mma.sync", 64, 64, 128, "bf16"),)}),
-        ("product", "sm_100", {"dots": (Product("mma.sync", 128, 64, 128, "i8"),)}),
+        ("product", "sm_100", {"dots": (Product("mma.sync", 128, 64, 128, "bf16"),)}),
         ("product", "sm_90", {"instructions": Counter({"FFMA": 8})}),
         (
             "narrow loads",
