@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Server:
         self.process.wait()
 
 
-async def run_all(client: httpx.AsyncClient, models: list[str], clients: int, tokens: int) -> Run:
+async def run_all(client: aiohttp.ClientSession, models: list[str], clients: int, tokens: int) -> Run:
     """Send a request for each model in the list, with this many at a time."""
     run = Run()
     remaining = iter(enumerate(models))
@@ -77,9 +77,10 @@ async def run_all(client: httpx.AsyncClient, models: list[str], clients: int, to
         for number, model in remaining:
             body = {"model": model, "prompt": f"{number} times upon a time", "max_tokens": tokens, "ignore_eos": True}
             began = time.perf_counter()
-            answer = await client.post("/v1/completions", json=body)
+            async with client.post("/v1/completions", json=body) as answer:
+                await answer.read()
             run.latencies.append(time.perf_counter() - began)
-            run.statuses[answer.status_code] += 1
+            run.statuses[answer.status] += 1
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(clients)))
@@ -87,26 +88,29 @@ async def run_all(client: httpx.AsyncClient, models: list[str], clients: int, to
     return run
 
 
-async def loaded(client: httpx.AsyncClient) -> list[str]:
-    listed = (await client.get("/models")).json()["data"]
+async def loaded(client: aiohttp.ClientSession) -> list[str]:
+    async with client.get("/models") as answer:
+        listed = (await answer.json())["data"]
     return [entry["id"] for entry in listed if entry["status"]["value"] == "loaded"]
 
 
-async def loads(client: httpx.AsyncClient) -> int:
-    text = (await client.get("/metrics")).text
+async def loads(client: aiohttp.ClientSession) -> int:
+    async with client.get("/metrics") as answer:
+        text = await answer.text()
     return sum(int(float(n)) for n in re.findall(r"^quire:model_load_seconds_count\{.*\} (\S+)$", text, re.MULTILINE))
 
 
-async def load_again(client: httpx.AsyncClient, model: str) -> float:
+async def load_again(client: aiohttp.ClientSession, model: str) -> float:
     """Return the seconds from a request for an unloaded model to its first token."""
-    await client.post("/models/unload", json={"model": model})
+    async with client.post("/models/unload", json={"model": model}) as answer:
+        await answer.read()
     while model in await loaded(client):
         await asyncio.sleep(0.05)
     body = {"model": model, "prompt": "Once", "max_tokens": 4, "stream": True, "ignore_eos": True}
     began = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
+    async with client.post("/v1/completions", json=body) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
                 return time.perf_counter() - began
     raise AssertionError("the stream had no token")
 
@@ -119,9 +123,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     drawn = random.Random(0).choices(names, weights, k=arguments.requests)
     server = Server(folder, arguments.memory, arguments.options)
     try:
-        async with httpx.AsyncClient(
-            base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=64)
-        ) as client:
+        async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(600)) as client:
             dynamic = await run_all(client, drawn, arguments.clients, arguments.tokens)
             count = await loads(client)
             kept = await loaded(client)

@@ -63,6 +63,13 @@ def test_ollamas_requests_unload_a_model_without_loading_it(models: ManyModels):
     assert created.json == {"status": "success"}
     names = [entry["name"] for entry in models.get("/api/tags").json["models"]]
     assert "brief:latest" in names
+    models.post("/models/unload", {"model": "a"})
+    eventually(lambda: models.states["a"] == "unloaded")
+    shown = models.post("/api/show", {"model": "brief"}).json
+    assert (shown["system"], shown["details"]["parent_model"]) == ("Be brief.", "a")
+    assert "completion" in models.post("/api/show", {"model": "a:latest"}).json["capabilities"]
+    assert models.post("/api/show", {"model": "none"}).status == 404
+    assert models.states["a"] == "unloaded"
     answer = models.post("/api/chat", {"model": "brief", "messages": [{"role": "user", "content": "Hi"}], **SHORT})
     assert answer.json["model"] == "brief"
     assert models.request("DELETE", "/api/delete", b'{"model": "brief"}').status == 200

@@ -54,9 +54,10 @@ class LoadedModel:
         await self.llm.shutdown()
 
 
-def prepare(declaration: ModelDeclaration) -> tuple[EngineConfig, Path]:
-    """Find the files of a model, or download them. Raises ConfigError, ModelNotFoundError or OSError."""
-    return with_files(declaration.engine_config())
+def prepare(declaration: ModelDeclaration, weights: bool = True) -> tuple[EngineConfig, Path]:
+    """Find the files of a model, or download them. weights: False downloads no tensors. Raises ConfigError,
+    ModelNotFoundError or OSError."""
+    return with_files(declaration.engine_config(), weights)
 
 
 async def load(

@@ -14,13 +14,16 @@ from starlette.responses import Response
 from quire.checkpoints.created import CreatedModel
 from quire.checkpoints.errors import ModelNotFoundError, WeightError
 from quire.checkpoints.hub import local_model
-from quire.server.errors import json_response
+from quire.engine.frontend import Frontend
+from quire.messages.errors import error_text
+from quire.server.errors import ApiError, json_response
+from quire.server.multimodel.engines import prepare
 from quire.server.multimodel.served_model import ServedModel
 from quire.server.multimodel.table import ModelTable
 from quire.server.ollama.bodies import ANSWERS, OllamaRoute
 from quire.server.ollama.facts import Facts, derived_digest, facts_of
-from quire.server.ollama.models import NEVER, list_entry, uses_gpu
-from quire.server.ollama.state import Library
+from quire.server.ollama.models import NEVER, ShowRequest, description_of, list_entry, uses_gpu
+from quire.server.ollama.state import LATEST, Library
 
 router = APIRouter(route_class=OllamaRoute)
 
@@ -70,6 +73,37 @@ async def list_models(request: Request) -> Response:
         return [entry for model in table.models for entry in _entries(model, created)]
 
     return json_response({"models": await asyncio.to_thread(entries)})
+
+
+@router.post("/api/show", responses=ANSWERS, response_model=None)
+async def show(body: ShowRequest, request: Request) -> Response:
+    """Describe a model. It is not loaded for that."""
+    table = _table(request)
+    library: Library = request.app.state.ollama
+    name = body.given.removesuffix(LATEST)
+    created = None if table.get(body.given) else (await asyncio.to_thread(library.library.all)).get(name)
+    model = None if created is None else table.of_path(created.base)
+    if model is None:
+        created = None
+        model = table.get(body.given) or await table.find(name or None)
+    if model.loaded is not None:
+        frontend = model.loaded.llm.frontend
+        tool_parser = model.loaded.server.tool_parser
+    else:
+        frontend = await asyncio.to_thread(_frontend, model)
+        tool_parser = model.declaration.server.get("tool_call_parser") or frontend.recognized_tools
+    facts = await asyncio.to_thread(_facts, model)
+    shown = body.given or model.name
+    return json_response(description_of(frontend, tool_parser, facts, shown, created, bool(body.verbose)))
+
+
+def _frontend(model: ServedModel) -> Frontend:
+    """Raises ApiError if the model cannot be described."""
+    try:
+        return Frontend(*prepare(model.declaration, weights=False), in_process=False)
+    except (ValueError, LookupError, OSError) as error:
+        message = f"the model {model.name!r} cannot be read: {error_text(error)}"
+        raise ApiError(500, message, param="model", code="model_load_failed") from error
 
 
 @router.get("/api/ps", responses=ANSWERS, response_model=None)

@@ -9,8 +9,8 @@ from quire.server.ollama.state import Served as Served
 from quire.server.ollama.state import State as State
 
 # The routes of one model, and those about all models or the server.
-MODEL_ROUTERS = (generate.router, embeddings.router, models.router, library.derived)
+MODEL_ROUTERS = (generate.router, embeddings.router, library.derived)
 SERVER_ROUTERS = (models.about, library.router, blobs.router)
 router = APIRouter()
-for _router in (*MODEL_ROUTERS, models.lists, *SERVER_ROUTERS):
+for _router in (*MODEL_ROUTERS, models.router, models.lists, *SERVER_ROUTERS):
     router.include_router(_router)

@@ -9,8 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
+from quire.checkpoints.created import CreatedModel
+from quire.engine.frontend import Frontend
 from quire.platform.limits import has_gpu_driver
 from quire.server.errors import json_response
+from quire.server.fill_in_middle import FillInMiddle
 from quire.server.generation import Server
 from quire.server.ollama.bodies import ANSWERS, OPTIONS, NamedModel, OllamaRoute
 from quire.server.ollama.facts import Facts, as_lists, derived_digest
@@ -100,18 +103,25 @@ def list_entry(name: str, size: int, modified_at: str, digest: str, details: dic
 async def show(body: ShowRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     name = body.accepted(request)
-    frontend = server.llm.frontend
     facts = await _facts(request)
-    created = body.created
+    return json_response(
+        description_of(server.llm.frontend, server.tool_parser, facts, name, body.created, bool(body.verbose))
+    )
+
+
+def description_of(
+    frontend: Frontend, tool_parser: str | None, facts: Facts, name: str, created: CreatedModel | None, verbose: bool
+) -> dict[str, Any]:
+    """Return the answer of /api/show. created: the created model of this name, if it is one."""
     template = (created and created.template) or frontend.given_chat_template or frontend.tokenizer.chat_template or ""
-    recommended = server.llm.processor.generation_config
+    recommended = frontend.processor.generation_config
     parameters = {_RECOMMENDED[field]: value for field, value in recommended.items() if field in _RECOMMENDED}
     description: dict[str, Any] = {
         "license": facts.license,
         "template": template,
         "details": facts.details,
-        "model_info": {**facts.model_info, **(as_lists(facts.lists) if body.verbose else {})},
-        "capabilities": _capabilities(server),
+        "model_info": {**facts.model_info, **(as_lists(facts.lists) if verbose else {})},
+        "capabilities": _capabilities(frontend, tool_parser),
         "modified_at": facts.modified_at,
     }
     if created is not None:
@@ -126,19 +136,18 @@ async def show(body: ShowRequest, request: Request) -> Response:
     description["parameters"] = "\n".join(f"{option:<30} {text}" for option, text in _texts(parameters))
     source = name if created is None else created.source
     description["modelfile"] = _modelfile(source, description, parameters)
-    return json_response(description)
+    return description
 
 
-def _capabilities(server: Server) -> list[str]:
-    llm = server.llm
-    media = llm.processor.media
+def _capabilities(frontend: Frontend, tool_parser: str | None) -> list[str]:
+    media = frontend.processor.media
     found = {
-        "completion": llm.processor.generates,
-        "embedding": llm.frontend.pooling is not None and "embed" in llm.frontend.pooling.description.tasks,
+        "completion": frontend.processor.generates,
+        "embedding": frontend.pooling is not None and "embed" in frontend.pooling.description.tasks,
         "vision": media is not None and "image" in media.placeholders,
-        "insert": server.fill_in_middle,
-        "tools": server.tool_parser,
-        "thinking": llm.frontend.reasoning,
+        "insert": FillInMiddle.of(frontend.tokenizer),
+        "tools": tool_parser,
+        "thinking": frontend.reasoning,
     }
     return [name for name, value in found.items() if value]
 
