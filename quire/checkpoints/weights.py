@@ -60,7 +60,10 @@ class Checkpoint(ABC):
             names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
         if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
-        return next((n for n in names if n in self.names), name)
+        found = next((n for n in names if n in self.names), None)
+        if found is None and _in_diffusers(name) != name:
+            found = next((n for n in map(_in_diffusers, names) if n in self.names), None)
+        return found or name
 
     def has(self, name: str) -> bool:
         return self.alias(name) in self.names
@@ -78,6 +81,15 @@ class Checkpoint(ABC):
             raise WeightError(f"tensor {slot.name} is of type {source}, but the model's config asks for {target}")
         part = part.transpose(-1, -2) if slot.transposed else part
         slot.target.copy_(part if slot.shape else part.reshape(()))
+
+
+_DIFFUSERS = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "o_proj": "to_out", "q_norm": "norm_q",
+              "k_norm": "norm_k"}  # fmt: skip
+
+
+def _in_diffusers(name: str) -> str:
+    """Return a tensor's name in checkpoints for the library Diffusers."""
+    return ".".join(_DIFFUSERS.get(part, part) for part in name.split("."))
 
 
 _READ_AT_ONCE = 1 << 20  # minimum bytes for one thread to read

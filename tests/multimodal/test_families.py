@@ -16,7 +16,8 @@ from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.rehearsal import rehearsed
-from support.seeing import FIRST, MODELS, NUM_TOKENS, PUBLISHED, prepared
+from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
+from support.seeing_layouts import PUBLISHED
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -95,7 +96,7 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
 @pytest.mark.parametrize("way", [in_chunks, with_a_warm_cache, preempted], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_greedy_tokens_of_published_layouts_equal_transformers(folder, name, way):
-    path, expected = prepared(name, folder)
+    path, expected = prepared(name, folder, PUBLISHED[name])
     way(lambda **options: make_llm(path, "cpu", **{"max_num_seqs": 8, **options}), expected, 24)
 
 

@@ -45,6 +45,11 @@ _OF_INTERN_VIT = (  # the names of transformers, and the original ones
     (r"^multi_modal_projector\.linear_1", "mlp1.1"),
     (r"^multi_modal_projector\.linear_2", "mlp1.3"),
 )
+# The tensors of Cosmos 3 that generate pictures, sounds and actions
+_OF_GENERATION = (
+    r"_moe_gen\b|\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.|_quantizer\.",
+    r"^(proj_in|proj_out|time_embedder|(audio|action)_(proj_in|proj_out|modality_embed))\b",
+)
 _IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 UNUSED = r"^(model\.)?vision_tower\."  # layers after the last one that is read, and the pooler's head
 
@@ -147,6 +152,12 @@ def interns2(config: HfConfig) -> DecoderSpec:
     """Intern-S2: a Qwen3.5 with experts, and an encoder of time series, which is left out."""
     spec = qwen_vl({**config, "model_type": "qwen3_5_moe"})
     return replace(spec, ignored=(*spec.ignored, r"^(model\.)?time_series\."))
+
+
+def cosmos3(config: HfConfig) -> DecoderSpec:
+    """Cosmos 3's reasoner: a Qwen3-VL, in one checkpoint with layers that generate, which are left out."""
+    spec = qwen_vl({**config, "model_type": "qwen3_vl"})
+    return replace(spec, ignored=(*spec.ignored, *_OF_GENERATION))
 
 
 def opencua(config: HfConfig) -> DecoderSpec:
