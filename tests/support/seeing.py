@@ -496,7 +496,7 @@ SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
-    "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration",
+    "Alpamayo2Super", "Cosmos3ForConditionalGeneration", "Cosmos3OmniForConditionalGeneration",
     "BeeForConditionalGeneration", "InternS1ForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel", "NVLM_D", "OpenCUAForConditionalGeneration", "RForConditionalGeneration",
     "SkyworkR1VChatModel",

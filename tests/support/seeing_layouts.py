@@ -17,7 +17,15 @@ from support.seeing import (
     onevision_processor,
 )
 from support.seeing_base import TEXT
-from support.seeing_published import NormedProjector, as_cosmos3, as_internvl_chat, as_nvlm, as_opencua, named
+from support.seeing_published import (
+    NormedProjector,
+    as_alpamayo2,
+    as_cosmos3,
+    as_internvl_chat,
+    as_nvlm,
+    as_opencua,
+    named,
+)
 from support.seeing_qwen import (
     QWEN_MARK,
     QWEN_SPECIAL,
@@ -121,6 +129,7 @@ PUBLISHED: dict[str, Model] = {  # in layouts that transformers cannot read
         "<IMG_CONTEXT>",
         named("InternS1ForConditionalGeneration", model_type="interns1"),
     ),
+    "alpamayo2": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK, as_alpamayo2),
     "cosmos3": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK, as_cosmos3),
     "interns2": Model(
         qwen3_5_moe_model,

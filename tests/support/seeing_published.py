@@ -116,6 +116,18 @@ def as_cosmos3(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return {**config, "architectures": ["Cosmos3ForConditionalGeneration"], "model_type": "cosmos3_omni"}, tensors
 
 
+def as_alpamayo2(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    own = {
+        "architectures": ["Alpamayo2Super"],
+        "model_type": "alpamayo2_super",
+        "vlm_config": config,
+        "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 30,
+        "traj_ids": {},
+    }
+    return own, {**renamed(tensors, ("^", "vlm.")), "expert.norm.weight": torch.zeros(2)}
+
+
 def as_opencua(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     token_id = config.pop("image_token_id")
     del config["video_token_id"]

@@ -160,6 +160,26 @@ def cosmos3(config: HfConfig) -> DecoderSpec:
     return replace(spec, ignored=(*spec.ignored, *_OF_GENERATION))
 
 
+def alpamayo2(config: HfConfig) -> DecoderSpec:
+    """Alpamayo 2 Super: a Qwen3-VL, next to an expert for trajectories, which is left out."""
+    spec = qwen_vl({**config["vlm_config"], "model_type": "qwen3_vl"})
+    assert spec.media is not None
+    count = config.get("history_vocab_size", 1000) + config.get("future_vocab_size", 3000)
+    pixels = {"min_pixels": config.get("min_pixels", 163_840), "max_pixels": config.get("max_pixels", 196_608)}
+    own = {"trajectories": {"ids": config.get("traj_ids") or {}, "count": count}, "pixels": pixels}
+    media = replace(
+        spec.media,
+        family="alpamayo2",
+        config={**spec.media.config, **own},
+        names=((r"^visual\.", "vlm.model.visual."),),
+    )
+    names = {
+        role: name and f"vlm.{name}".replace("vlm.model.", "vlm.model.language_model.")
+        for role, name in spec.names.items()
+    }
+    return replace(spec, media=media, names=names, ignored=(*spec.ignored, r"^expert\."))
+
+
 def opencua(config: HfConfig) -> DecoderSpec:
     """OpenCUA: a Qwen2.5-VL without rotary positions of several axes."""
     marks = {
