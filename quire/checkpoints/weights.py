@@ -61,7 +61,10 @@ class Checkpoint(ABC):
         names = [name, bare, *(f"{outer}{part}" for outer in _OUTER for part in inner)]
         if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
-        return next((n for n in names if n in self.names), name)
+        found = next((n for n in names if n in self.names), None)
+        if found is None and _in_diffusers(name) != name:
+            found = next((n for n in map(_in_diffusers, names) if n in self.names), None)
+        return found or name
 
     def has(self, name: str) -> bool:
         return self.alias(name) in self.names
@@ -82,6 +85,15 @@ class Checkpoint(ABC):
 
 
 _OUTER = ("", "model.", "thinker.", "vlm.", "vlm.model.")  # prefixes of a model inside a larger one
+_DIFFUSERS = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "o_proj": "to_out", "q_norm": "norm_q",
+              "k_norm": "norm_k"}  # fmt: skip
+
+
+def _in_diffusers(name: str) -> str:
+    """Return a tensor's name in checkpoints for the library Diffusers."""
+    return ".".join(_DIFFUSERS.get(part, part) for part in name.split("."))
+
+
 _READ_AT_ONCE = 1 << 20  # minimum bytes for one thread to read
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 

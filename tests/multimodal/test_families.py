@@ -5,6 +5,7 @@ The prompts have one picture, two, the same picture twice, and none. Chunks of 2
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.rehearsal import rehearsed
-from support.seeing import FIRST, MODELS, NUM_TOKENS, PUBLISHED, prepared
+from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
+from support.seeing_layouts import PUBLISHED
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -95,8 +97,23 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
 @pytest.mark.parametrize("way", [in_chunks, with_a_warm_cache, preempted], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_greedy_tokens_of_published_layouts_equal_transformers(folder, name, way):
-    path, expected = prepared(name, folder)
+    path, expected = prepared(name, folder, PUBLISHED[name])
     way(lambda **options: make_llm(path, "cpu", **{"max_num_seqs": 8, **options}), expected, 24)
+
+
+@pytest.mark.slow
+def test_tokens_of_trajectories_are_never_generated(folder, tmp_path):
+    path, expected = prepared("alpamayo2", folder, PUBLISHED["alpamayo2"])
+    for file in path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    [output] = check(make_llm(path), expected[:1])
+    first = output.outputs[0].token_ids[0]
+    fields = {"traj_ids": {"history_id0": first, "future_id0": first + 1}, "history_vocab_size": 1}
+    config = {**json.loads((path / "config.json").read_text()), **fields, "future_vocab_size": 1}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [output] = generate(make_llm(tmp_path), prompts(expected[:1]), PARAMS)
+    assert not {first, first + 1} & set(output.outputs[0].token_ids)
 
 
 @pytest.mark.sampled(14)

@@ -18,6 +18,9 @@ from transformers import CONFIG_MAPPING
 from quire.config.engine import ConfigError
 from quire.messages.sampling_params import SamplingParams
 from quire.models.towers.transformers import _check_mask
+from quire.models.transformers_backend.preprocessing import _number
+from quire.models.transformers_backend.published import translated
+from quire.multimodal.families.base import Prepared
 from quire.multimodal.families.transformers import composed
 from support.engines import make_llm, runner_of
 from support.every_family import build, families, write
@@ -131,6 +134,39 @@ def test_rotary_positions_of_text_continue_after_the_largest_of_an_item():
     grid = np.array([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]])
     made = composed(9, [(2, grid)])
     assert made.tolist() == [[0, 1, 2, 2, 2, 2, 4, 5, 6], [0, 1, 2, 2, 3, 3, 4, 5, 6], [0, 1, 2, 3, 2, 3, 4, 5, 6]]
+
+
+def test_rotary_positions_before_the_text_are_never_negative():
+    halo = np.array([[0, 0], [-1, 0], [-1, 0]])
+    assert composed(3, [(0, halo)]).tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    assert composed(4, [(1, halo)]).tolist() == [[0, 1, 1, 2], [0, 0, 1, 2], [0, 0, 1, 2]]
+
+
+def test_items_are_numbered_as_in_the_prompt_of_the_processor():
+    assert _number("<id>0</id><p>", "<id>1</id><p>") == ("<id>", 0)
+    assert _number("<p1>", "<p2>") == ("<p", 1)
+    for other in (("<p>", "<p>"), ("<p0><p0>", "<p1><p1>"), ("a", "b"), ("<p0>", "<p2>")):
+        assert _number(*other) is None
+    made = Prepared({}, "<id>0</id><p>", 1, numbered=("<id>", 0))
+    assert [made.text_at(index) for index in (0, 1, 12)] == ["<id>0</id><p>", "<id>1</id><p>", "<id>12</id><p>"]
+    assert Prepared({}, "<p>", 1).text_at(3) == "<p>"
+
+
+def test_configs_of_checkpoints_in_other_layouts_are_translated():
+    vision = {"vt_hidden_size": 64, "init_pos_emb_height": 8, "patch_size": 14, "projector_ln_eps": 1e-4}
+    kimi = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": {"model_type": "kimi_k2", "hidden_size": 32},
+        "vision_config": vision,
+        "media_placeholder_token_id": 7,
+    }
+    made = translated(kimi)
+    assert made["model_type"] == "kimi_k25"
+    assert made["text_config"] == {"model_type": "deepseek_v3", "hidden_size": 32}
+    assert made["vision_config"] == {"hidden_size": 64, "pos_emb_height": 8, "patch_size": 14}
+    assert (made["image_token_id"], made["projection_hidden_size"], made["projection_layer_norm_eps"]) == (7, 64, 1e-4)
+    other = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    assert translated(other) is other
 
 
 def test_settings_that_the_processor_cannot_use_are_refused(light):

@@ -200,6 +200,8 @@ def _sizes(defaults: Any, fields: Fields) -> Fields:
             keys = {key for key in ("height", "width", "shortest_edge", "longest_edge") if size.get(key) is not None}
             if keys in ({"height", "width"}, {"shortest_edge"}):
                 made[name] = dict.fromkeys(keys, side)
+    if isinstance(getattr(defaults, "min_num_patches", None), int):
+        made["min_num_patches"] = 16
     return made
 
 

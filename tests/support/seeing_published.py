@@ -102,6 +102,32 @@ def named(architecture: str, **fields: Any) -> Publish:
     return lambda config, tensors: ({**config, **fields, "architectures": [architecture]}, tensors)
 
 
+def as_cosmos3(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """Names of Diffusers, without those of the parts, and a tensor of what generates."""
+    tensors = renamed(
+        tensors,
+        (r"^(model\.)?visual\.", ""),
+        (r"^model\.language_model\.", ""),
+        (r"\.([qkv])_proj\.", r".to_\1."),
+        (r"\.o_proj\.", ".to_out."),
+        (r"\.([qk])_norm\.", r".norm_\1."),
+    )
+    tensors |= {"layers.0.self_attn.to_q_moe_gen.weight": torch.zeros(2, 2), "proj_in.weight": torch.zeros(2, 2)}
+    return {**config, "architectures": ["Cosmos3ForConditionalGeneration"], "model_type": "cosmos3_omni"}, tensors
+
+
+def as_alpamayo2(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    own = {
+        "architectures": ["Alpamayo2Super"],
+        "model_type": "alpamayo2_super",
+        "vlm_config": config,
+        "min_pixels": 56 * 56,
+        "max_pixels": 28 * 28 * 30,
+        "traj_ids": {},
+    }
+    return own, {**renamed(tensors, ("^", "vlm.")), "expert.norm.weight": torch.zeros(2)}
+
+
 def as_opencua(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     token_id = config.pop("image_token_id")
     del config["video_token_id"]
@@ -175,20 +201,7 @@ def as_kimi_vl(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
 VISION_SIZES = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size")
 
 
-def as_deepseek_ocr2(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
-    """Published checkpoints do not name the sizes of their encoder, which is not tiny."""
-    text = dict(config["text_config"])
-    kinds = text.pop("mlp_layer_types")
-    own = {
-        "model_type": "deepseek_vl_v2",
-        "language_config": {**text, "first_k_dense_replace": kinds.count("dense"), "use_mla": False},
-        "vision_config": config["vision_config"],
-    }
-    return own, tensors
-
-
 AS_PUBLISHED: dict[str, Publish] = {
-    "DeepseekOCR2ForCausalLM": as_deepseek_ocr2,
     "KimiK25ForConditionalGeneration": as_kimi_k25,
     "KimiVLForConditionalGeneration": as_kimi_vl,
     "LightOnOCRForConditionalGeneration": lambda config, tensors: (config, tensors),

@@ -45,6 +45,11 @@ _OF_INTERN_VIT = (  # the names of transformers, and the original ones
     (r"^multi_modal_projector\.linear_1", "mlp1.1"),
     (r"^multi_modal_projector\.linear_2", "mlp1.3"),
 )
+# The tensors of Cosmos 3 that generate pictures, sounds and actions
+_OF_GENERATION = (
+    r"_moe_gen\b|\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.|_quantizer\.",
+    r"^(proj_in|proj_out|time_embedder|(audio|action)_(proj_in|proj_out|modality_embed))\b",
+)
 _IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
 UNUSED = r"^(model\.)?vision_tower\."  # layers after the last one that is read, and the pooler's head
 
@@ -172,6 +177,32 @@ def interns2(config: HfConfig) -> DecoderSpec:
     """Intern-S2: a Qwen3.5 with experts, and an encoder of time series, which is left out."""
     spec = qwen_vl({**config, "model_type": "qwen3_5_moe"})
     return replace(spec, ignored=(*spec.ignored, r"^(model\.)?time_series\."))
+
+
+def cosmos3(config: HfConfig) -> DecoderSpec:
+    """Cosmos 3's reasoner: a Qwen3-VL, in one checkpoint with layers that generate, which are left out."""
+    spec = qwen_vl({**config, "model_type": "qwen3_vl"})
+    return replace(spec, ignored=(*spec.ignored, *_OF_GENERATION))
+
+
+def alpamayo2(config: HfConfig) -> DecoderSpec:
+    """Alpamayo 2 Super: a Qwen3-VL, next to an expert for trajectories, which is left out."""
+    spec = qwen_vl({**config["vlm_config"], "model_type": "qwen3_vl"})
+    assert spec.media is not None
+    count = config.get("history_vocab_size", 1000) + config.get("future_vocab_size", 3000)
+    pixels = {"min_pixels": config.get("min_pixels", 163_840), "max_pixels": config.get("max_pixels", 196_608)}
+    own = {"trajectories": {"ids": config.get("traj_ids") or {}, "count": count}, "pixels": pixels}
+    media = replace(
+        spec.media,
+        family="alpamayo2",
+        config={**spec.media.config, **own},
+        names=((r"^visual\.", "vlm.model.visual."),),
+    )
+    names = {
+        role: name and f"vlm.{name}".replace("vlm.model.", "vlm.model.language_model.")
+        for role, name in spec.names.items()
+    }
+    return replace(spec, media=media, names=names, ignored=(*spec.ignored, r"^expert\."))
 
 
 def opencua(config: HfConfig) -> DecoderSpec:

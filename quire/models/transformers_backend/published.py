@@ -33,22 +33,6 @@ def _renamed(config: Mapping[str, Any], **names: str) -> Config:
     return {name: config[own] for name, own in names.items() if own in config}
 
 
-def _deepseek_ocr2(config: Config) -> Config:
-    text = config["language_config"]
-    layers = text["num_hidden_layers"]
-    dense = text.get("first_k_dense_replace", 1)
-    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
-    unused = {"model_type", "architectures", "auto_map", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
-              "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "use_mla"}  # fmt: skip
-    kept = {name: value for name, value in text.items() if name not in unused}
-    vision = config.get("vision_config") or {}
-    return {
-        "text_config": {**kept, "mlp_layer_types": kinds},
-        "vision_config": vision if "sam_config" in vision else None,  # the sizes of others are the default ones
-        **_renamed(config, image_token_id="image_token_id"),
-    }
-
-
 def _moon_vit(vision: Mapping[str, Any]) -> Config:
     kept = ("patch_size", "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size",
             "merge_kernel_size", "pos_emb_height", "pos_emb_width", "pos_emb_time")  # fmt: skip
@@ -78,9 +62,6 @@ def _kimi(config: Config) -> Config:
 
 
 PUBLISHED: dict[str, Published] = {
-    "DeepseekOCR2ForCausalLM": Published(
-        "deepseek_ocr2", "DeepseekOcr2ForConditionalGeneration", _deepseek_ocr2, pictures={}
-    ),
     "KimiK25ForConditionalGeneration": Published("kimi_k25", "Kimi_K25ForConditionalGeneration", _kimi, pictures={}),
     "KimiVLForConditionalGeneration": Published(
         "kimi_k25",

@@ -23,9 +23,9 @@ def _rotated(text: Any) -> dict[str, Any]:
 
 # Text models without a class that generates alone: one with the same layers, and the fields that make it so.
 _SAME: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "deepseek_ocr2_text": (
-        "DeepseekForCausalLM",
-        lambda text: {"first_k_dense_replace": text.mlp_layer_types.count("dense"), "norm_topk_prob": False},
+    "cosmos3_edge_text": (
+        "ArceeForCausalLM",
+        lambda text: {"rope_parameters": {**text.rope_parameters, "mrope_interleaved": True}},
     ),
     "glm4v_text": ("Glm4ForCausalLM", lambda text: {"attention_bias": True, **_rotated(text)}),
     "glm4v_moe_text": ("Glm4MoeForCausalLM", lambda text: _rotated(text)),
