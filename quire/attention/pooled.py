@@ -34,6 +34,7 @@ class PooledSparseAttention(SparseAttention):
     ) -> None:
         """top_k: the number of tokens in the pools that a token selects. pool: the tokens of a pool."""
         super().__init__(shape, top_k + pool - 1, shape.head_dim, choose)
+        self.capturable = False  # the selection depends on the lengths of texts
         self.pool = pool
         self.top_pools = top_k // pool
         self.keys = Rows(row_size, shape.dtype, shape.block_size)

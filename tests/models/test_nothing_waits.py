@@ -33,6 +33,9 @@ from quire.worker.forward import Forward
 from support.checkpoints import ALL_VARIANTS
 
 META = torch.device("meta")
+# Their selections go through a step's requests one by one, see docs/models.md.
+WAITING = ("deepseek_v4", "deepseek_v4-published-fields", "glm5_next", "minimax_m3")
+NOT_WAITING = [variant for variant in ALL_VARIANTS if variant not in WAITING]
 
 
 class NoAttention(AttentionBackend):
@@ -99,7 +102,7 @@ def logits_of(forward: Forward, size: StepSize, *optional: str) -> Tensor:
 
 
 @pytest.mark.sampled(25)
-@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@pytest.mark.parametrize("variant", NOT_WAITING)
 @torch.inference_mode()
 def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     forward = forward_of(checkpoints.path(variant))
@@ -108,7 +111,7 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
 
 
 @pytest.mark.sampled(25)
-@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@pytest.mark.parametrize("variant", NOT_WAITING)
 @torch.inference_mode()
 def test_every_product_gets_the_adapters_of_its_tokens(checkpoints, variant, monkeypatch):
     """A layer that forgets to pass them on would use the base model's weights."""
