@@ -11,11 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from quire import PoolingParams
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted, generate, make_llm
-from support.hearing_families import FAMILIES, MARK, PROMPTS, RATE, expected_prompt, judged, sounds_of, written
+from support.hearing_families import (
+    FAMILIES,
+    MARK,
+    PROMPTS,
+    RATE,
+    aligner,
+    expected_prompt,
+    judged,
+    network_of,
+    sounds_of,
+    written,
+)
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -61,6 +74,19 @@ def preempted(make: MakeLLM, kind: str) -> None:
 def test_greedy_tokens_equal_those_of_transformers_encoder(tmp_path, kind, way):
     path = written(kind, tmp_path)
     way(lambda **options: make_llm(path, **{"max_num_seqs": 8, "max_model_len": 256, **options}), kind)
+
+
+def test_a_forced_aligner_scores_the_times_of_each_token(tmp_path):
+    llm = LLM(str(aligner(tmp_path)), dtype="float32")
+    text, numbers = PROMPTS[1]
+    sounds = sounds_of(numbers)
+    expected, inputs = expected_prompt("qwen3_asr", text, sounds)
+    with torch.no_grad():
+        logits = network_of("qwen3_asr")(input_ids=torch.tensor([expected]), **inputs).logits[0]
+    prompt = {"prompt": text, "multi_modal_data": {"audio": [(samples, RATE) for samples in sounds]}}
+    [output] = llm.encode([prompt], PoolingParams(task="token_classify"), use_tqdm=False)
+    assert output.outputs.data.shape == logits.shape
+    assert (output.outputs.data - logits.softmax(-1)).abs().max() <= 1e-5
 
 
 def test_a_sound_with_too_many_embeddings_is_refused_before_it_is_read(tmp_path):

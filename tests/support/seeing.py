@@ -481,9 +481,8 @@ MODELS: dict[str, Model] = {
 
 SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
-    "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
-    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "InternVLForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "WhisperForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "Qwen3ASRForConditionalGeneration", "BartForConditionalGeneration",
