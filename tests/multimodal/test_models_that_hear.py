@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from quire import PoolingParams
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted, generate, make_llm
+from support.every_family import build, families, write
+from support.every_processor import make
 from support.hearing_families import (
     FAMILIES,
     MARK,
@@ -29,6 +32,7 @@ from support.hearing_families import (
     sounds_of,
     written,
 )
+from support.tiny_configs import shrunk
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -94,3 +98,12 @@ def test_a_sound_with_too_many_embeddings_is_refused_before_it_is_read(tmp_path)
     prompt = {"prompt": MARK, "multi_modal_data": {"audio": [np.zeros(100 * RATE, np.float32)]}}
     with pytest.raises(ValueError, match="an item of 1250 embeddings is more than encoder_cache_size"):
         llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_a_sound_that_transformers_would_cut_off_is_refused(tmp_path):
+    [family] = families("glmasr")
+    processor = make("glmasr", shrunk(CONFIG_MAPPING["glmasr"]()), "audio")
+    write(family, build(family, processor)[0], tmp_path, processor)
+    prompt = {"prompt": processor.mark, "multi_modal_data": {"audio": [np.zeros(656 * RATE, np.float32)]}}
+    with pytest.raises(ValueError, match="the sound is longer than 655 s"):
+        make_llm(tmp_path, max_model_len=256).generate([prompt], PARAMS, use_tqdm=False)
