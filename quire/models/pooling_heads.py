@@ -31,6 +31,8 @@ _VECTORS: dict[str, tuple[str, bool | None]] = {
     "OpsColQwen3Model": ("custom_text_proj", None),
 }
 _LABELS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2, "InternLM2ForRewardModel": 1}
+_ALIGNER = "Qwen3ASRForcedAlignerForTokenClassification"
+_BARE_HEADS = {"InternLM2": "v_head", _ALIGNER: "lm_head"}  # without a bias
 _STEP = 151651  # <extra_0>, which follows each step of a solution (Qwen2.5-Math-PRM)
 _JINA_MARKS = (151670, 151671)  # <|embed_token|> after each document, <|rerank_token|> after the query
 
@@ -106,6 +108,8 @@ def classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
     """Return the head of a classifier, with one score per label."""
     names = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}
     count = _LABELS.get(name) or int(config.get("num_labels") or len(names) or 2)
+    if name == _ALIGNER:  # a label is a time, in steps of 80 ms
+        count = int((config.get("thinker_config") or config)["classify_num"])
     labels = tuple(names.get(i, f"LABEL_{i}") for i in range(count))
     pooling, layers = _classifier_layers(name, config, spec, count)
     tokens = TokenChoice((_STEP,)) if name.endswith("ForProcessRewardModel") else None
@@ -128,8 +132,9 @@ def _classifier_layers(
     if not name.startswith(tuple(ENCODERS)):
         usual = {"avg": "mean", "cls": "cls"}.get(str(config.get("pooling")), "last")
         pooling = "all" if tokens else usual  # type: ignore[assignment]
-        if name.startswith("InternLM2"):
-            return pooling, (head("v_head", bias=False),)
+        bare = next((weight for start, weight in _BARE_HEADS.items() if name.startswith(start)), None)
+        if bare is not None:
+            return pooling, (head(bare, bias=False),)
         if name.endswith(("ForRewardModel", "ForProcessRewardModel")):  # Qwen2.5-Math-RM and -PRM
             return pooling, (DenseSpec("score.0", hidden, hidden, True, "relu"), head("score.2"))
         older = tokens and name.startswith(("Bloom", "Falcon", "GPT2", "GPTNeoX", "Mpt"))

@@ -11,11 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import CONFIG_MAPPING
 
+from quire import PoolingParams
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.engines import assert_preempted, generate, make_llm
-from support.hearing_families import FAMILIES, MARK, PROMPTS, RATE, expected_prompt, judged, sounds_of, written
+from support.every_family import build, families, write
+from support.every_processor import make
+from support.hearing_families import (
+    FAMILIES,
+    MARK,
+    PROMPTS,
+    RATE,
+    aligner,
+    expected_prompt,
+    judged,
+    network_of,
+    sounds_of,
+    written,
+)
+from support.tiny_configs import shrunk
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -63,8 +80,30 @@ def test_greedy_tokens_equal_those_of_transformers_encoder(tmp_path, kind, way):
     way(lambda **options: make_llm(path, **{"max_num_seqs": 8, "max_model_len": 256, **options}), kind)
 
 
+def test_a_forced_aligner_scores_the_times_of_each_token(tmp_path):
+    llm = LLM(str(aligner(tmp_path)), dtype="float32")
+    text, numbers = PROMPTS[1]
+    sounds = sounds_of(numbers)
+    expected, inputs = expected_prompt("qwen3_asr", text, sounds)
+    with torch.no_grad():
+        logits = network_of("qwen3_asr")(input_ids=torch.tensor([expected]), **inputs).logits[0]
+    prompt = {"prompt": text, "multi_modal_data": {"audio": [(samples, RATE) for samples in sounds]}}
+    [output] = llm.encode([prompt], PoolingParams(task="token_classify"), use_tqdm=False)
+    assert output.outputs.data.shape == logits.shape
+    assert (output.outputs.data - logits.softmax(-1)).abs().max() <= 1e-5
+
+
 def test_a_sound_with_too_many_embeddings_is_refused_before_it_is_read(tmp_path):
     llm = make_llm(written("voxtral", tmp_path), max_model_len=256, encoder_cache_size=60)
     prompt = {"prompt": MARK, "multi_modal_data": {"audio": [np.zeros(100 * RATE, np.float32)]}}
     with pytest.raises(ValueError, match="an item of 1250 embeddings is more than encoder_cache_size"):
         llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_a_sound_that_transformers_would_cut_off_is_refused(tmp_path):
+    [family] = families("glmasr")
+    processor = make("glmasr", shrunk(CONFIG_MAPPING["glmasr"]()), "audio")
+    write(family, build(family, processor)[0], tmp_path, processor)
+    prompt = {"prompt": processor.mark, "multi_modal_data": {"audio": [np.zeros(656 * RATE, np.float32)]}}
+    with pytest.raises(ValueError, match="the sound is longer than 655 s"):
+        make_llm(tmp_path, max_model_len=256).generate([prompt], PARAMS, use_tqdm=False)

@@ -13,6 +13,7 @@ import random
 import re
 import warnings
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -115,17 +116,20 @@ def families(model_type: str | None = None) -> list[Family]:
 
 def _hearing() -> dict[str, str]:
     """The classes that generate text from sounds, by model type: all that recognize speech, and those of other tasks
-    that have a feature extractor or the config of an audio encoder."""
+    that have a feature extractor or the config of an audio encoder, but none with a part that is a family of its own.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 
     others = {**auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    heard = {
-        kind: name
-        for kind, name in others.items()
-        if kind in FEATURE_EXTRACTOR_MAPPING_NAMES or "audio_config" in CONFIG_MAPPING[kind].sub_configs
-    }
+    families = {CONFIG_MAPPING[kind] for kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    heard = {}
+    for kind, name in others.items():
+        parts = CONFIG_MAPPING[kind].sub_configs
+        hears = kind in FEATURE_EXTRACTOR_MAPPING_NAMES or "audio_config" in parts
+        if hears and not any(part in families for part in parts.values()):
+            heard[kind] = name
     return {**heard, **auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
 
 
@@ -251,6 +255,8 @@ def outcome(family: Family, folder: Path) -> Outcome:
     """Run the family in chunks and batches, on a warm cache, and in a small pool, and judge all tokens."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if family.hears and _has_decoder(family):
+            return Outcome("unknown", "it has an encoder and a decoder")
         unseen = ""
         if family.hears or (family.sees and family.architecture not in ARCHITECTURES):  # tests/multimodal has those
             try:
@@ -260,6 +266,14 @@ def outcome(family: Family, folder: Path) -> Outcome:
         found = _on_texts(family, folder)
         found.unseen = unseen if found.runs == "encoder" or family.hears else ""
         return found
+
+
+def _has_decoder(family: Family) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    with suppress(Exception):  # some configs need arguments
+        return bool(CONFIG_MAPPING[family.model_type]().is_encoder_decoder)
+    return False
 
 
 def _on_texts(family: Family, folder: Path) -> Outcome:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.models.registry import ARCHITECTURES
 from support.hearing_families import ARCHITECTURES as HEARING
+from support.hearing_families import CLASSIFIERS
 from support.pooling_families import FAMILIES, LATE_INTERACTION, WITH_PICTURES
 
 ROOT = Path(__file__).parents[2]
@@ -79,12 +80,12 @@ def counts(runs: dict[str, str]) -> list[str]:
 
 def pools(name: str) -> bool:
     """Whether a test compares the vectors or scores of an architecture, or it generates, so that any embeds."""
-    vectors = name in WITH_PICTURES or name in LATE_INTERACTION
-    return name in FAMILIES or vectors or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
+    with_items = name in WITH_PICTURES or name in LATE_INTERACTION or name in CLASSIFIERS
+    return name in FAMILIES or with_items or (name in ARCHITECTURES and name.endswith("ForCausalLM"))
 
 
 def how(name: str, row: dict[str, Any] | None) -> str:
-    if name in ARCHITECTURES or name in FAMILIES or name in LATE_INTERACTION:
+    if name in ARCHITECTURES or name in FAMILIES or name in LATE_INTERACTION or name in CLASSIFIERS:
         return "native"
     if name in HEARING:
         return ENCODER
@@ -123,6 +124,8 @@ def compared(name: str, row: dict[str, Any] | None) -> str:
         parts.append(f"{FAMILIES[name].compared}, on [vectors or scores](embeddings.md)")
     if name in WITH_PICTURES:
         parts.append("transformers, on [vectors](embeddings.md) of pictures and texts")
+    if name in CLASSIFIERS:
+        parts.append("transformers, on [scores](embeddings.md) of sounds and texts")
     if name in LATE_INTERACTION:
         parts.append("transformers, and the head's formula, on [vectors](embeddings.md) of pictures and texts")
     return "; ".join(parts)

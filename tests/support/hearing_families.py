@@ -121,6 +121,7 @@ ARCHITECTURES = {
     "GraniteSpeechForConditionalGeneration": "granite_speech",
     "GraniteSpeechPlusForConditionalGeneration": "granite_speech_plus",
 }
+CLASSIFIERS = ["Qwen3ASRForcedAlignerForTokenClassification"]
 MARK = "<sound>"
 PROMPTS: list[tuple[str, list[tuple[int, float]]]] = [
     (f"Hear: {MARK} What is it?", [(1, 1.5)]),
@@ -161,6 +162,18 @@ def written(model_type: str, folder: Path) -> Path:
     write(family, network_of(model_type), folder)
     tokenizer().save(str(folder / "tokenizer.json"))
     FAMILIES[model_type].edit(folder)
+    return folder
+
+
+def aligner(folder: Path) -> Path:
+    """Qwen3-ASR as a forced aligner: its head makes the scores of times for each token."""
+    written("qwen3_asr", folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = network_of("qwen3_asr").get_output_embeddings().weight.detach().clone()
+    save_file({**tensors, "thinker.lm_head.weight": head}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["thinker_config"]["classify_num"] = len(head)
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": CLASSIFIERS}))
     return folder
 
 

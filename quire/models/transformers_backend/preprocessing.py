@@ -84,8 +84,12 @@ class Preprocessor:
         return self._prepared("image", Image.frombytes("RGB", size, pixels))
 
     def audio(self, samples: bytes) -> dict[str, Any]:
-        """samples: float32, `sample_rate` a second"""
-        return self._prepared("audio", np.frombuffer(samples, np.float32))
+        """samples: float32, `sample_rate` a second. Raises ValueError for a sound that the processor would cut off."""
+        sound = np.frombuffer(samples, np.float32)
+        longest = getattr(self._processor, "max_audio_len", None)  # seconds
+        if longest is not None and len(sound) > longest * self.sample_rate:
+            raise ValueError(f"the sound is longer than {longest:g} s")
+        return self._prepared("audio", sound)
 
     def _prepared(self, modality: str, item: Any) -> dict[str, Any]:
         """Return the item's tensors, as (dtype, shape, bytes), its text, and the number of its embeddings."""
