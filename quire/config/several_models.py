@@ -18,7 +18,7 @@ class SeveralModels:
     memory: int | None = option(None, size=True)
     max_loaded_models: int | None = None
     model_ttl: float | None = None
-    model_wait: float = 120.0
+    model_wait: float = 300.0
     max_waiting_for_models: int = 512
 
     @property
