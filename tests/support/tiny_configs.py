@@ -128,8 +128,6 @@ def shrunk(config: Any) -> Fields:
             fields[name] = shrunk(getattr(config, name))
         elif value is None and name in _NEEDED_COUNTS:
             fields[name] = _filled_in(name, defaults)[0]
-        elif name == "mlp_layer_types" and value is None and "first_k_dense_replace" not in defaults:
-            fields[name] = ["dense", *["sparse"] * (len(kept) - 1)]
         elif isinstance(value, bool) or value is None:
             fields[name] = value
         elif name == "per_layer_config" and value:  # by the number of a layer
