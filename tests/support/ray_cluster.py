@@ -37,8 +37,9 @@ class Cluster:
         return sorted({node for group in placed for node in group["bundles_to_node_id"].values()})
 
     def kill_node(self, number: int) -> None:
-        """Kill a node on which something is placed, and all that runs there."""
-        self._cluster.remove_node(self._nodes.pop(self.used()[number]), allow_graceful=False)
+        """Kill a node with a processor on which something is placed, and all that runs there."""
+        used = [node for node in self.used() if node in self._nodes]
+        self._cluster.remove_node(self._nodes.pop(used[number]), allow_graceful=False)
 
     def close(self) -> None:
         self.ray.shutdown()
