@@ -55,12 +55,6 @@ _MACHINES = (
     *_with_each(f.ONE_REPLICA_SERVER, (f.HEADLESS, f.HYBRID_LB, f.LOCAL_REPLICAS), "each server has one replica then"),
     Conflict(
         f.SHARED_EXPERTS,
-        f.RAY_RANKS,
-        "Ray cannot place ranks of replicas that share them",
-        "leave distributed_executor_backend out",
-    ),
-    Conflict(
-        f.SHARED_EXPERTS,
         f.SEVERAL_SERVERS,
         "replicas that share experts need one server for all",
         "give the other machines headless",

@@ -208,7 +208,6 @@ SYMMETRIC_MEMORY = _engine(
 # ---- options: machines
 
 RAY = _engine("Ray (distributed_executor_backend or data_parallel_backend)", lambda c: c.cluster.uses_ray)
-RAY_RANKS = _engine("distributed_executor_backend='ray'", lambda c: c.cluster.distributed_executor_backend == "ray")
 RAY_REPLICAS = _engine("data_parallel_backend='ray'", lambda c: c.cluster.data_parallel_backend == "ray")
 SEVERAL_MACHINES = _engine("nnodes", lambda c: c.cluster.nnodes > 1)
 SPANNING_REPLICA = _engine("nnodes of one replica", _spans_machines)

@@ -69,11 +69,13 @@ class Agent:
             str(self._directory),
             begin.max_model_len,
             begin.sizes,
-            self._address,
+            begin.meeting,
             self._threads,
             begin.log,
             (self._numbers.start, len(self._numbers)),
             begin.machines,
+            begin.replica,
+            begin.generation,
         )
         self._session = _Session(self._numbers, self._node)
         self._session.start(start, self._secret.secret, self._variables)

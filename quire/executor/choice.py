@@ -30,7 +30,7 @@ def make_executor(
     if config.cluster.distributed_executor_backend == "ray":
         from quire.executor.ray_executor import RayExecutor
 
-        return RayExecutor(config, directory, max_model_len)
+        return RayExecutor(config, directory, max_model_len, place)
     if config.layout.machines > 1:
         from quire.executor.nodes_executor import NodesExecutor
 

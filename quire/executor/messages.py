@@ -140,8 +140,11 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
 
     max_model_len: int
     sizes: MeshSizes
-    machines: list[int]
+    meeting: str
     log: LogOptions
+    machines: list[int]
+    replica: int = 0
+    generation: int = 0
 
 
 class ForRanks(msgspec.Struct, array_like=True, tag=True):

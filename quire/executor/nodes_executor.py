@@ -29,18 +29,18 @@ class NodesExecutor(MultiprocExecutor):
         count = sizes.world // machines
         shares = [range(number * count, (number + 1) * count) for number in range(machines)]
         numbers = [number for number, share in enumerate(shares) for _ in share]
-        begin = messages.Begin(max_model_len, sizes, numbers, log_options())
         host = resolve(options.master_addr)
         secret = ClusterSecret.read(options.cluster_secret_file)
         others = range(count, sizes.world)
-        agents = Agents(secret, host, options.master_port, others, facts(config, directory), begin, ranks)
+        agents = Agents(secret, host, options.master_port, others, facts(config, directory), ranks)
         ranks.at_end(agents.close)
         here = LocalRanks(shares[0], ranks)
         ranks.groups += [here, *(RemoteRanks(share, agents) for share in shares[1:])]
-        agents.start()
+        log = log_options()
+        agents.start(messages.Begin(max_model_len, sizes, agents.address, log, numbers))
         threads = max(1, torch.get_num_threads() // count)
         start = messages.Start(
-            config, str(directory), max_model_len, sizes, agents.address, threads, begin.log, (0, count), numbers
+            config, str(directory), max_model_len, sizes, agents.address, threads, log, (0, count), numbers
         )
         here.start(start, secret.secret, interface_variables(host))
         agents.wait(shares, ranks.check)

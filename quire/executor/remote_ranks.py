@@ -41,25 +41,20 @@ class Agents:
     """
 
     def __init__(
-        self,
-        secret: ClusterSecret,
-        host: str,
-        port: int,
-        members: range,
-        facts: dict[str, str],
-        begin: messages.Begin,
-        observer: Observer,
+        self, secret: ClusterSecret, host: str, port: int, members: range, facts: dict[str, str], observer: Observer
     ) -> None:
         """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if
         listening on host:port fails."""
-        self._begin = messages.encode(begin)
+        self._begin = b""
         self._observer = observer
         self._head = Head(secret, host, port, members, "rank", facts, versions())
         self.address = self._head.address
         self.send = self._head.send
         self.close = self._head.close
 
-    def start(self) -> None:
+    def start(self, begin: messages.Begin) -> None:
+        """Start accepting agents. begin: what each of them is told when it joins."""
+        self._begin = messages.encode(begin)
         self._head.start(self)
 
     def wait(self, machines: Sequence[range], check: Callable[[], None]) -> None:

@@ -75,7 +75,6 @@ ENABLED: dict[Feature, dict[str, Any]] = {
     f.DEEP_EP: {"all2all_backend": "deepep_high_throughput", **EXPERTS},
     f.SYMMETRIC_MEMORY: {"all2all_backend": "symmetric_memory", **EXPERTS},
     f.RAY: {"distributed_executor_backend": "ray"},
-    f.RAY_RANKS: {"distributed_executor_backend": "ray"},
     f.RAY_REPLICAS: {"data_parallel_backend": "ray"},
     f.SEVERAL_MACHINES: {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "secret"},
     f.SPANNING_REPLICA: {"nnodes": 4, "tensor_parallel_size": 4, "cluster_secret_file": "secret"},

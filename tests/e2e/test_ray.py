@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.async_llm import AsyncLLM
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from support.engines import generate, make_llm, tokens_of
 from support.nodes import ADDRESSES, Machines, OnMachine, two_machines
 from support.ray_cluster import Cluster, ray_cluster
 from support.server_process import Server
@@ -47,6 +51,47 @@ def test_streams_go_on_when_a_node_is_lost(cluster, expected, options):
         assert asyncio.run(all_streams(server.url, lambda: cluster.kill_node(1))) == expected
         server.wait_until_idle()
     cluster.add_node()
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="ranks"), pytest.param({"data_parallel_backend": "ray"}, id="ranks and replicas")]
+)
+def test_replicas_whose_ranks_are_actors_share_experts_and_are_lost_together(cluster, checkpoints, options):
+    """Ranks of all replicas meet. If the cores are on this machine, a node is lost, and the ranks are placed again."""
+    path = checkpoints.path("qwen3_moe")
+    prompts = [[5 + i, 7, 9, 11 + i] for i in range(8)]
+    cumulative = RequestOutputKind.CUMULATIVE
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind=cumulative)
+    expected = tokens_of(generate(make_llm(path), prompts, [params] * len(prompts)))
+
+    async def answer(llm: AsyncLLM, name: str, prompt: list[int]) -> RequestOutput:
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, name):
+            last = output
+        return last
+
+    async def check() -> None:
+        small = {"dtype": "float32", "max_model_len": 176, "max_num_seqs": 32}
+        shared = {"data_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "ray"}
+        llm = AsyncLLM(path, **small, **shared, **options)
+        try:
+            await llm.start()
+            assert len(cluster.used()) >= 2
+            for killed in [False] if options else [False, True]:
+                made = [answer(llm, f"{killed} {number}", prompt) for number, prompt in enumerate(prompts)]
+                tasks = [asyncio.create_task(one) for one in made]
+                if killed:
+                    while not llm.client.stats.generated_tokens:
+                        await asyncio.sleep(0.01)
+                    await asyncio.to_thread(cluster.kill_node, 1)
+                assert tokens_of(await asyncio.wait_for(asyncio.gather(*tasks), LONGEST)) == expected
+        finally:
+            await llm.shutdown()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        asyncio.run(check())
+    if not options:
+        cluster.add_node()
 
 
 @pytest.mark.nightly
