@@ -42,7 +42,7 @@ class LightningAttention(nn.Module):
         distance = torch.arange(keys - q.shape[2], keys)[:, None] - torch.arange(keys)
         decays = torch.exp(-_slopes(heads)[:, None, None] * self.rate * distance.clamp(min=0))
         visible = attention_mask[..., :keys] == 0
-        out = (q @ k.transpose(2, 3) * dim**-0.5 * decays * visible) @ v  # [batch, heads, tokens, dim]
+        out = (q @ k.transpose(2, 3) * dim**-0.5 * decays * visible).to(v.dtype) @ v  # [batch, heads, tokens, dim]
         out = self._normed(out.transpose(1, 2).reshape(*shape[:2], -1))
         return self.dense(torch.sigmoid(self.g_proj(hidden_states)) * out), None
 
