@@ -99,6 +99,7 @@ def test_every_architecture_of_transformers_is_recorded(checkpoints):
     others |= {"Lfm3ForCausalLM", "MPTForCausalLM", "MellumForCausalLM", "MiMoV2FlashForCausalLM"}
     others |= {"MiniCPM3ForCausalLM", "Mistral4ForCausalLM", "MptForCausalLM", "OlmoHybridForCausalLM"}
     others |= {"InternLM3ForCausalLM", "IQuestCoderForCausalLM"}
+    others |= {"DeepseekV4ForCausalLM", "Glm5NextForCausalLM", "MiniMaxM3SparseForCausalLM"}
     others |= {"HCXVisionV2ForCausalLM", "HyperCLOVAXVisionV2ForConditionalGeneration"}
     others |= {"BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"}
     others |= {"PersimmonForCausalLM", "SolarOpenForCausalLM", "Starcoder2ForCausalLM", "YoutuForCausalLM"}
