@@ -56,6 +56,7 @@ class Checkpoint(ABC):
         model."""
         root, _, bare = name.partition(".")
         names = [name, bare, f"language_model.{name}", f"model.{name}", f"model.language_model.{name}"]
+        names.append(f"thinker.{name}")  # of a model that also speaks
         if root == "model":
             names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
         if name.startswith("vision_tower."):  # nested more deeply by some versions of transformers

@@ -280,5 +280,6 @@ def _encoder(stage: Stage, builder: Builder, media: MediaSpec, wanted: _Wanted) 
     if hasattr(towers, "load"):  # an encoder of transformers, which reads its weights itself
         if stage.layers.start > 0 or config.multimodal.language_model_only:
             return MediaEncoder()
-        return MediaEncoder(towers.load(builder, media, wanted.source, config.multimodal), largest)
-    return MediaEncoder(towers.make(builder if stage.layers.start == 0 else builder.elsewhere, media), largest, rules)
+        return MediaEncoder(towers.load(builder, media, wanted.source, config.multimodal), media.levels, largest)
+    tower = towers.make(builder if stage.layers.start == 0 else builder.elsewhere, media)
+    return MediaEncoder(tower, media.levels, largest, rules)

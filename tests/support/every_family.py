@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.engine import ModelConfig
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
-from quire.models.registry import ARCHITECTURES
+from quire.models.registry import ARCHITECTURES, spec_of
 from support.checkpoints import EMBEDDINGS, byte_level_tokenizer, gain
 from support.engines import generate, make_llm, tokens_of
 from support.every_processor import Made, NoProcessorError, corrected, inputs, items, make, save, with_small_pictures
@@ -74,6 +75,19 @@ class Outcome:
     changes: list[str] = field(default_factory=list)
 
 
+# Architectures of published checkpoints that contain a family, or have another name for it: the family's own name, and
+# the type of the whole and its name of the part.
+PUBLISHED = {
+    "Cosmos3ForConditionalGeneration": ("Cosmos3OmniForConditionalGeneration", None),
+    "Qwen2_5OmniForConditionalGeneration": ("Qwen2_5OmniThinkerForConditionalGeneration", ("qwen2_5_omni", "thinker")),
+    "Qwen2_5OmniModel": ("Qwen2_5OmniThinkerForConditionalGeneration", ("qwen2_5_omni", "thinker")),
+    "Qwen3OmniMoeForConditionalGeneration": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        ("qwen3_omni_moe", "thinker"),
+    ),
+}
+
+
 class NotMadeError(Exception):
     """No tiny checkpoint could be made."""
 
@@ -98,6 +112,7 @@ def families(model_type: str | None = None) -> list[Family]:
         head = re.search(r"For\w+$", name)
         shared = own is not None and own is not config and head is not None
         found.append(Family(kind, name, config.__name__.removesuffix("Config") + head[0] if shared else name, sees))
+        found += [Family(kind, name, published, sees) for published, (own, _) in PUBLISHED.items() if own == name]
     return sorted(found, key=lambda family: family.name.lower())
 
 
@@ -107,9 +122,9 @@ def _model_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def build(family: Family, seeing: Made | None = None) -> tuple[Any, list[str]]:
+def build(family: Family, seeing: Made | None = None, text: Fields | None = None) -> tuple[Any, list[str]]:
     """The network with random weights, and the changes of its config. seeing: the processor of its pictures or sounds,
-    which is corrected. Raises NotMadeError."""
+    which is corrected. text: differences of its text model's config. Raises NotMadeError."""
     from transformers import CONFIG_MAPPING
 
     config_class, model = CONFIG_MAPPING[family.model_type], _model_class(family.model_class)
@@ -148,7 +163,10 @@ def build(family: Family, seeing: Made | None = None) -> tuple[Any, list[str]]:
     errors: list[Exception] = []
     try:
         default = config_class()
-        _, changes = repaired(_marked(shrunk(default), seeing.marks if seeing else {}), default, attempt)
+        fields = _marked(shrunk(default), seeing.marks if seeing else {})
+        if text:
+            fields["text_config"] = {**fields["text_config"], **text}
+        _, changes = repaired(fields, default, attempt)
     except Exception as error:
         raise NotMadeError(_short(errors[0] if seeing is not None and errors else error)) from error
     return made[0], changes
@@ -158,6 +176,9 @@ def _marked(fields: Fields, marks: dict[str, int]) -> Fields:
     changed = with_small_pictures(fields) if marks else fields
     for modality, token_id in marks.items():
         names = [f"{modality}_token_id", f"{modality}_token_index"]
+        if modality.endswith("_start"):  # some configs have it without a default
+            names = names[:1]
+            fields = {**fields, names[0]: token_id}
         changed.update((name, token_id) for name in names if name in fields)
     return changed
 
@@ -184,6 +205,10 @@ def write(family: Family, network: Any, folder: Path, made: Made | None = None) 
     if family.model_type in HUB_LAYOUTS:  # the names of published tensors
         edit_tensors(folder, HUB_LAYOUTS[family.model_type])
     config = json.loads((folder / "config.json").read_text())
+    if (whole := PUBLISHED.get(family.architecture, (None, None))[1]) is not None:
+        model_type, part = whole
+        config = {"model_type": model_type, f"{part}_config": config}
+        edit_tensors(folder, lambda tensors, _: {f"{part}.{name}": tensor for name, tensor in tensors.items()})
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [family.architecture]}))
     if made is not None:
         save(made, folder)
@@ -206,6 +231,8 @@ def judge(
     """How many tokens are wrong, and how many could have been others: transformers' logits of the whole text decide,
     without a cache. inputs: of the encoder."""
     ids = torch.tensor([prompt + token_ids])
+    if inputs is None and getattr(network.config.get_text_config(), "use_bidirectional_attention", None) is True:
+        inputs = {"token_type_ids": torch.ones_like(ids)}  # all tokens follow the part that is read in both directions
     logits: Tensor = network(input_ids=ids, use_cache=False, **(inputs or {})).logits[0].float()
     made = logits[len(prompt) - 1 : -1]  # [tokens, vocab]
     if not made.isfinite().all():
@@ -221,7 +248,7 @@ def outcome(family: Family, folder: Path) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unseen = ""
-        if family.sees and family.architecture not in ARCHITECTURES:  # tests/multimodal compares those
+        if family.sees and _has_transformers_encoder(family):  # tests/multimodal compares the others
             try:
                 return _with_pictures(family, folder / "pictures")
             except (NoProcessorError, NotMadeError) as error:
@@ -229,6 +256,20 @@ def outcome(family: Family, folder: Path) -> Outcome:
         found = _on_texts(family, folder)
         found.unseen = unseen if found.runs == "encoder" else ""
         return found
+
+
+def _has_transformers_encoder(family: Family) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    if family.architecture not in ARCHITECTURES:
+        return True
+    kind = CONFIG_MAPPING[family.model_type]
+    try:
+        config = kind(**shrunk(kind())).to_dict()
+        media = spec_of({**config, "architectures": [family.architecture]}).media
+    except (ValueError, TypeError):
+        return False
+    return media is not None and media.family == "transformers"
 
 
 def _on_texts(family: Family, folder: Path) -> Outcome:
@@ -263,7 +304,9 @@ def _with_pictures(family: Family, folder: Path) -> Outcome:
     folder.mkdir()
     write(family, network, folder, made)
     try:
-        llm = make_llm(folder, max_model_len=POSITIONS, max_num_batched_tokens=2 * CHUNK, max_num_seqs=4)
+        media = describe(folder, ModelConfig()).spec.media
+        chunk = CHUNK * (4 if media is not None and media.two_way else 2)  # pictures whose tokens see each other fit
+        llm = make_llm(folder, max_model_len=POSITIONS, max_num_batched_tokens=chunk, max_num_seqs=4)
     except ValueError as error:
         return Outcome("no", _short(error), changes=changes)
     if llm.processor.media is None:
@@ -288,7 +331,7 @@ def judge_item(network: Any, made: Made, text: str, given: list[Any], token_ids:
     """See `judge`. The prompt is transformers' own: its processor reads all pictures of a prompt at once."""
     encoded = inputs(made, text, given)
     prompt = encoded.pop("input_ids")[0].tolist()
-    encoded.pop("attention_mask", None)
+    encoded["attention_mask"] = torch.ones(1, len(prompt) + len(token_ids), dtype=torch.int64)
     for name in [name for name in encoded if name.endswith("token_type_ids")]:
         encoded[name] = torch.nn.functional.pad(torch.as_tensor(encoded[name]), (0, len(token_ids)))
     return judge(network, prompt, token_ids, encoded)

@@ -82,7 +82,7 @@ def pools(name: str) -> bool:
 
 
 def how(name: str, row: dict[str, Any] | None) -> str:
-    if name in ARCHITECTURES or name in FAMILIES:
+    if (name in ARCHITECTURES or name in FAMILIES) and (row is None or row["runs"] != "encoder"):
         return "native"
     if row is None:
         return "not yet"

@@ -9,6 +9,9 @@ from typing import Any
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows, rotary_by_window
 
+# Tensors of Cosmos 3's generator, which has layers beside those of the text model
+COSMOS3_GENERATOR = (r"\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.", "moe_gen")
+
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
     window = config.get("sliding_window", 4096)
@@ -55,6 +58,23 @@ def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None, **
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
     differences = {"windows": _windows(config), **differences}
     return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], **differences)
+
+
+def cosmos3(config: HfConfig) -> DecoderSpec:
+    """The text model of Cosmos 3: a Qwen3 with other names, beside a model that generates pictures."""
+    spec = qwen3(config)
+    own = {
+        "q_proj": "to_q",
+        "k_proj": "to_k",
+        "v_proj": "to_v",
+        "o_proj": "to_out",
+        "q_norm": "norm_q",
+        "k_norm": "norm_k",
+    }
+    names = {
+        role: name and ".".join(own.get(part, part) for part in name.split(".")) for role, name in spec.names.items()
+    }
+    return replace(spec, names=names, ignored=(*spec.ignored, *COSMOS3_GENERATOR))
 
 
 def qwen3_moe(config: HfConfig) -> DecoderSpec:

@@ -64,8 +64,8 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     is_deep = kind.startswith("qwen3_vl")
     family = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(kind, kind)
     config = {**config, "text_config": {**text, "model_type": family}}
-    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_deep else 0
-    return replace(_text(config), media=MediaSpec("qwen_vl", config, levels))
+    levels = range(len(vision.get("deepstack_visual_indexes", (8, 16, 24)))) if is_deep else ()
+    return replace(_text(config), media=MediaSpec("qwen_vl", config, tuple(levels)))
 
 
 def qwen2_audio(config: HfConfig) -> DecoderSpec:

@@ -6,7 +6,7 @@ embeddings, and anything that Quire does not pass to its layers is an error, not
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from quire.config.engine import ConfigError
 from quire.config.multimodal import MultiModalConfig
 from quire.layers.build import Builder
 from quire.messages.errors import error_text
-from quire.models.transformers_backend.text_models import class_of, settings_of
+from quire.models.transformers_backend.text_models import class_of, part_name, settings_of
 from quire.multimodal.families.base import Family, Prepared
 from quire.multimodal.families.transformers import composed
 from quire.multimodal.processor import load_family
@@ -35,6 +35,9 @@ _MASKS = "quire_text"  # among transformers' attention functions
 _HARMLESS = {"use_cache", "cache_position", "cache", "past_key_values", "return_dict", "output_attentions",
              "output_hidden_states", "output_router_logits", "logits_to_keep", "inputs_embeds", "attention_mask",
              "position_ids", "num_items_in_batch", "labels"}  # fmt: skip
+# The names of features that are added to the results of layers (True: before a layer, by its number), and of the tokens
+# that they are added to.
+_LEVELS = {"deepstack_visual_embeds": ("visual_pos_masks", False), "deepstack_features": ("vision_mask", True)}
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the forward has arrived at the text layers
@@ -50,16 +53,24 @@ class _NoTable(nn.Module):
         self.num_embeddings, self.embedding_dim = table.weight.shape
         self.calls = 0
         self.dtype = table.weight.dtype
+        self.device = torch.device("cpu")
 
     def forward(self, ids: Tensor, *others: Any) -> Tensor:
         self.calls += 1
+        self.device = ids.device
         return torch.zeros(*ids.shape, self.embedding_dim, dtype=self.dtype, device=ids.device)
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.zeros(1, 1, dtype=self.dtype, device=self.device).expand(self.num_embeddings, self.embedding_dim)
 
 
 class Tower:
-    def __init__(self, network: Any, token_ids: Mapping[str, int], builder: Builder) -> None:
-        """network: without its text layers. token_ids: by modality, of the tokens that embeddings replace."""
+    def __init__(self, network: Any, token_ids: Mapping[str, int], levels: Sequence[int], builder: Builder) -> None:
+        """network: without its text layers. token_ids: by modality, of the tokens that embeddings replace. levels: see
+        MediaSpec."""
         self._network = network
+        self.levels = levels
         self._token_ids = token_ids
         self._device = builder.device
         self._dtype = builder.dtype
@@ -74,8 +85,13 @@ class Tower:
     @torch.inference_mode()
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         ids, inputs = self.inputs_of_layers(modality, tensors)
-        embeds: Tensor = inputs["inputs_embeds"][0]
-        return embeds[ids == self._token_ids[modality]]
+        embeds: Tensor = inputs["inputs_embeds"][0][ids == self._token_ids[modality]]
+        if not self.levels:
+            return embeds
+        found = levels_of(inputs)
+        first = found.get(-1)
+        parts = [embeds if first is None else embeds + first, *(found.get(layer) for layer in self.levels)]
+        return torch.cat([torch.zeros_like(embeds) if part is None else part.to(embeds.dtype) for part in parts], 1)
 
     def inputs_of_layers(self, modality: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return the token ids of an item, and what transformers' text layers receive for them."""
@@ -106,12 +122,14 @@ def load(builder: Builder, spec: MediaSpec, weights: Path | None, options: Multi
     assert name is not None, "the registry asks for it"
     try:
         settings = settings_of(dict(spec.config))
-        network = _network(getattr(transformers, name), settings, builder, weights)
+        network = _network(getattr(transformers, name), settings, builder, weights, part_name(dict(spec.config)))
         items = load_family(spec, options.mm_processor_kwargs, lambda token_id: "")
-        tower = Tower(network, {modality: kind.token_id for modality, kind in items.kinds.items()}, builder)
+        tower = Tower(
+            network, {modality: kind.token_id for modality, kind in items.kinds.items()}, spec.levels, builder
+        )
         for modality in items.kinds:
             for sample in _samples(items, modality):
-                _check(tower, modality, sample)
+                _check(tower, modality, sample, spec.two_way)
     except WeightError:
         raise
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
@@ -130,8 +148,9 @@ def _samples(items: Family, modality: str) -> list[Prepared]:
     return [items.image(Image.new("RGB", size, (200, 100, 50))) for size in _SAMPLE_SIDES]
 
 
-def _check(tower: Tower, modality: str, sample: Prepared) -> None:
-    """Raises ValueError if the model does more with an item than to replace embeddings."""
+def _check(tower: Tower, modality: str, sample: Prepared, two_way: bool) -> None:
+    """Raises ValueError if the model does more with an item than to replace embeddings, and to let its tokens see each
+    other if `two_way`."""
     if not sample.num_embeds:
         raise ValueError(f"its processor makes no tokens that the embeddings of {modality} inputs replace")
     table = tower.table
@@ -139,7 +158,8 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
     ids, inputs = tower.inputs_of_layers(modality, {name: torch.tensor(a) for name, a in sample.tensors.items()})
     if table.calls > 1:
         raise ValueError("its encoder reads the table of embeddings")
-    more = sorted(name for name, value in inputs.items() if value is not None and name not in _HARMLESS)
+    known = {*_HARMLESS, *_LEVELS, *(mask for mask, _ in _LEVELS.values())}
+    more = sorted(name for name, value in inputs.items() if value is not None and name not in known)
     if more:
         raise ValueError(f"its text layers also read {', '.join(more)}")
     positions = inputs.get("position_ids")
@@ -154,10 +174,34 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
     embeds = inputs.get("inputs_embeds")
     if embeds is None or embeds.shape[:2] != (1, len(ids)):
         raise ValueError("its text layers are not given the embeddings of the prompt")
+    own = ids == tower.token_id(modality)
     replaced = embeds[0].ne(0).any(1)
-    if not bool((replaced == (ids == tower.token_id(modality))).all()):
+    found = _check_levels(tower, inputs, own)
+    if not bool((replaced == own).all()) and (-1 not in found or bool(replaced.any())):
         raise ValueError(f"embeddings of {modality} inputs replace other tokens, too, or not all of theirs")
-    _check_mask(inputs.get("attention_mask"), len(ids))
+    if not two_way:
+        _check_mask(inputs.get("attention_mask"), len(ids))
+
+
+def levels_of(inputs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Return what text layers are to add to the results of layers, [embeds, hidden] each: -1 for the embeddings."""
+    for name, (_, before) in _LEVELS.items():
+        if (given := inputs.get(name)) is not None:
+            items = given.items() if isinstance(given, Mapping) else enumerate(given)
+            return {layer - before: torch.as_tensor(level) for layer, level in items}
+    return {}
+
+
+def _check_levels(tower: Tower, inputs: Mapping[str, Any], own: Tensor) -> dict[int, Tensor]:
+    """Raises ValueError for features that are added to other layers or other tokens. own: the item's tokens."""
+    found = levels_of(inputs)
+    if unknown := sorted(found.keys() - {-1, *tower.levels}):
+        raise ValueError(f"features of a picture are added to the layers {unknown}, too")
+    for name, _ in _LEVELS.values():
+        tokens = inputs.get(name)
+        if found and tokens is not None and not bool((tokens.view(len(own), -1).any(1) == own).all()):
+            raise ValueError("features of a picture are added to other tokens, too")
+    return found
 
 
 def _check_mask(mask: Any, length: int) -> None:
@@ -182,35 +226,39 @@ def _mask(*arguments: Any, mask_function: Callable[..., Tensor], **others: Any) 
     return made
 
 
-def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None) -> Any:
-    """Return the model without its text layers, and with the weights of the rest."""
+def _strip(network: Any) -> None:
+    """Remove the text layers of a model, in whose place an exception reports what they are given."""
+    text = network.get_decoder()
+    if text is network or text is network.base_model:
+        raise ValueError("its text layers cannot be told from its encoder")
+    embedding = text.get_input_embeddings()
+    network.set_input_embeddings(_NoTable(embedding))
+    body = text.base_model
+    for name, child in list(body.named_children()):
+        if not isinstance(child, _NoTable):
+            setattr(body, name, nn.ModuleList() if isinstance(child, nn.ModuleList) else nn.Identity())
+    if hasattr(body, "get_per_layer_inputs"):  # Quire makes them, of the padding token's vectors
+        body.get_per_layer_inputs = lambda *arguments: None
+    for owner in {id(network): network, id(text): text}.values():
+        if (head := owner.get_output_embeddings()) is not None:
+            name = next(name for name, module in owner.named_modules() if module is head)
+            parent = owner.get_submodule(name.rpartition(".")[0]) if "." in name else owner
+            setattr(parent, name.rpartition(".")[2], nn.Identity())
+    network.all_tied_weights_keys = {}
+    network._tied_weights_keys = None
 
-    def strip(network: Any) -> None:
-        text = network.get_decoder()
-        if text is network or text is network.base_model:
-            raise ValueError("its text layers cannot be told from its encoder")
-        embedding = text.get_input_embeddings()
-        network.set_input_embeddings(_NoTable(embedding))
-        body = text.base_model
-        for name, child in list(body.named_children()):
-            if not isinstance(child, _NoTable):
-                setattr(body, name, nn.ModuleList() if isinstance(child, nn.ModuleList) else nn.Identity())
-        for owner in {id(network): network, id(text): text}.values():
-            if (head := owner.get_output_embeddings()) is not None:
-                name = next(name for name, module in owner.named_modules() if module is head)
-                parent = owner.get_submodule(name.rpartition(".")[0]) if "." in name else owner
-                setattr(parent, name.rpartition(".")[2], nn.Identity())
-        network.all_tied_weights_keys = {}
-        network._tied_weights_keys = None
+    def reached(*arguments: Any, **inputs: Any) -> None:
+        raise _Reached(inputs)
 
-        def reached(*arguments: Any, **inputs: Any) -> None:
-            raise _Reached(inputs)
+    text.forward = reached
 
-        text.forward = reached
+
+def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None, part: str | None) -> Any:
+    """Return the model without its text layers, and with the weights of the rest. part: see part_name."""
 
     def start(self: Any, config: Any, *arguments: Any, **others: Any) -> None:
         kind.__init__(self, config, *arguments, **others)
-        strip(self)
+        _strip(self)
 
     stripped: Any = type(kind.__name__, (kind,), {"__init__": start, "__module__": kind.__module__})
     ALL_MASK_ATTENTION_FUNCTIONS.register(_MASKS, _mask)
@@ -224,12 +272,12 @@ def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None) -
             network = network.to_empty(device="cpu")
             network.init_weights()
     else:
-        network = _loaded(stripped, settings, builder, weights)
+        network = _loaded(stripped, settings, builder, weights, part)
     network.config.get_text_config(decoder=True)._attn_implementation = _MASKS
     return network.to(builder.device).eval()
 
 
-def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path) -> Any:
+def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path, part: str | None) -> Any:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the tensors of text layers are unexpected
     try:
@@ -240,6 +288,7 @@ def _loaded(kind: Any, settings: Any, builder: Builder, weights: Path) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **({} if part is None else {"key_mapping": {rf"^{part}\.": ""}}),
         )
     except (OSError, RuntimeError) as error:
         raise WeightError(f"transformers cannot load {weights}: {error_text(error)}") from error

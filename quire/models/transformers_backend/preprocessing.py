@@ -50,13 +50,19 @@ class Preprocessor:
             mark = getattr(self._processor, f"{modality}_placeholder_token", None)
             mark = mark or getattr(self._processor, f"{modality}_token", None)
             if present and mark is not None:
-                self.kinds[modality] = (str(mark), self._token_id(modality, str(mark), settings))
+                self.kinds[modality] = (self._enclosed(modality, mark), self._token_id(modality, str(mark), settings))
         if not self.kinds:
             raise ValueError(f"{type(self._processor).__name__} names no token that represents a picture or a sound")
 
     @property
     def _sounds(self) -> Any:
         return getattr(self._processor, "audio_processor", getattr(self._processor, "feature_extractor", None))
+
+    def _enclosed(self, modality: str, mark: Any) -> str:
+        """Return the placeholder with the tokens by which the model finds an item, if the processor names them."""
+        part = "vision" if modality == "image" else modality
+        first, last = (getattr(self._processor, f"{part}_{end}_token", None) for end in ("bos", "eos"))
+        return str(mark) if first is None or last is None else f"{first}{mark}{last}"
 
     def _token_id(self, modality: str, mark: str, settings: Any) -> int:
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
@@ -230,7 +236,10 @@ def _part(attribute: str, directory: str) -> Any:
     if attribute in ("feature_extractor", "audio_processor"):
         return AutoFeatureExtractor.from_pretrained(directory, **common)
     if attribute == "tokenizer":
-        return AutoTokenizer.from_pretrained(directory, **common)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **common)
+        for name in [name for name, value in tokenizer.init_kwargs.items() if value is None]:
+            del tokenizer.init_kwargs[name]  # processors give them to other parts, in place of defaults
+        return tokenizer
     return None
 
 
