@@ -56,7 +56,7 @@ def differences(llm: LLM, made: Made, network: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [80, 400])
+@pytest.mark.parametrize("chunk", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_the_tokens_of_a_picture_see_each_other(large, chunk):
     folder, made, network = large
     llm = make_llm(folder, max_model_len=512, max_num_batched_tokens=chunk, max_num_seqs=4)
@@ -64,6 +64,7 @@ def test_the_tokens_of_a_picture_see_each_other(large, chunk):
     assert wrong(llm, made, network) == 0
 
 
+@pytest.mark.slow
 def test_without_that_or_with_it_in_all_layers_results_would_differ(large, monkeypatch):
     folder, made, network = large
     for value in (False, True):
