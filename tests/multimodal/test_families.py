@@ -22,7 +22,7 @@ from support.seeing_layouts import PUBLISHED
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SMALLEST_CHUNK = {"gemma3": 48}  # whose pictures must be in one chunk
+SMALLEST_CHUNK = {"gemma3": 48, "paligemma": 112, "paligemma2": 112}  # whose pictures or prompts must be in one chunk
 
 
 def prompts(expected: list[Any]) -> list[dict[str, Any]]:
