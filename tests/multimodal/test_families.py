@@ -130,7 +130,8 @@ def test_the_reference_kernels_say_the_same(folder, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_say_the_same(folder, name):
     path, expected = prepared(name, folder)
-    check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
+    chunk = SMALLEST_CHUNK.get(name, 64)
+    check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=chunk, max_num_seqs=8), expected)
 
 
 @pytest.mark.sampled(2)
