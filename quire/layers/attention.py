@@ -77,6 +77,7 @@ class Attention(CachedAttention):
         self.head_dim = dim
         self.place = place
         self.soft_cap = spec.soft_cap
+        self.looks_ahead = spec.looks_ahead
         self.interleaved = spec.interleaved_rotary
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
@@ -187,8 +188,8 @@ class Attention(CachedAttention):
         )
         if self.blend is not None and place.blended_group is not None:
             out = self.blend(q, out, state.plans[place.blended_group], self.scale)
-        if (media := state.inputs.media) is not None and media.spans:
-            ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
+        if (media := state.inputs.media) is not None and media.spans and self.looks_ahead:
+            ahead, ahead_lse = media.look_ahead(q, k, v, self.scale, self.soft_cap)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
         out = self._result(out if self.alibi is None else self.alibi.without(out), gate, wanted)
         return self.out(out, state.slots_of(wanted))

@@ -76,7 +76,8 @@ class AttentionSpec:
     4). values_are_keys: values are the keys before their norm and rotation. source: the layer whose cached keys and
     values this layer reads; it has none of its own (Gemma 3n and 4). value_dim: the size of values if it is less than
     head_dim; only for separate or concatenated tensors. value_scale: the factor of values (MiMo-V2). query_rank: the
-    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3). blends: the layer
+    rank of the product that computes queries; 0 for none. query_norm: the norm within it (Step 3). looks_ahead:
+    whether the tokens of a picture that attend to each other (see MediaSpec) do so in this layer. blends: the layer
     has gates by which its result is blended with that of attention to the keys and values of the layer `blended`; None
     in the first pass through the layers, which has no such result (LoopCoder).
     """
@@ -114,6 +115,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     query_rank: int = 0
     query_norm: NormSpec | None = None
+    looks_ahead: bool = True
     blends: bool = False
     blended: int | None = None
 

@@ -20,6 +20,7 @@ class PerLayerEmbedding:
     ) -> None:
         self.size = spec.size
         self.vocab_size = spec.vocab_size
+        self.padding = spec.padding
         total = layers * spec.size
         self.table = VocabParallelEmbedding(builder, names["token_layers"], spec.vocab_size, total, is_head=False)
         self.projection = ReplicatedLinear(builder, names["layer_projection"], hidden, total)

@@ -118,11 +118,13 @@ class MoESpec:
 @dataclass(frozen=True)
 class PerLayerSpec:
     """A table with a vector of each token for each layer (Gemma 3n and 4). size: of a vector. vocab_size: rows of the
-    table; ids beyond it read row 0. activation: of the gates in layers, see layers/per_layer.py."""
+    table; ids beyond it read row 0. activation: of the gates in layers, see layers/per_layer.py. padding: the id
+    whose row tokens of pictures read."""
 
     size: int
     vocab_size: int
     activation: str
+    padding: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The embeddings of a step's pictures, which replace those of token ids."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepMedia:
-    """tokens: [n], int64, the tokens of the step whose embeddings are replaced. embeds: [n, hidden]. levels: the
-    summands of their residual stream after each of the first layers, [n, hidden] each (DeepStack, arXiv:2406.04334).
+    """tokens: [n], int64, the tokens of the step whose embeddings are replaced. embeds: [n, hidden]. levels: by
+    layer, summands of their residual stream after it, [n, hidden] each (DeepStack, arXiv:2406.04334).
     spans: ranges [start, stop) of the step's tokens that see each other in both directions."""
 
     tokens: Tensor
     embeds: Tensor
-    levels: Sequence[Tensor] = ()
+    levels: Mapping[int, Tensor] = field(default_factory=dict)
     spans: Sequence[tuple[int, int]] = ()
 
     @property
@@ -27,12 +27,20 @@ class StepMedia:
         """Replace embeddings. x: [tokens, hidden], the embeddings of the step's token ids, which are overwritten."""
         return x.index_copy_(0, self.tokens, self.embeds)
 
-    def add_level(self, layer: int, x: Tensor) -> None:
-        """Add the layer's level to x: [tokens, hidden], the result of the layer's last branch."""
-        if layer < len(self.levels):
-            x.index_add_(0, self.tokens, self.levels[layer])
+    def add_level(self, layer: int, x: Tensor, wanted: Tensor | None = None) -> None:
+        """Add the layer's level to x: [tokens or len(wanted), hidden], the result of the layer's last branch."""
+        level = self.levels.get(layer)
+        if level is None:
+            return
+        if wanted is None:
+            x.index_add_(0, self.tokens, level)
+        else:
+            rows, own = (wanted[:, None] == self.tokens).nonzero(as_tuple=True)
+            x.index_add_(0, rows, level[own])
 
-    def look_ahead(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def look_ahead(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, soft_cap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attend from each token of a span to the later tokens of its span, as a partial result for the op
         merge_partials.
 
@@ -44,6 +52,8 @@ class StepMedia:
         for start, stop in self.spans:
             keys, values = (x[start:stop].repeat_interleave(queries_each, 1).transpose(0, 1).float() for x in (k, v))
             scores = q[start:stop].transpose(0, 1).float() @ keys.transpose(1, 2) * scale  # [heads, n, n]
+            if soft_cap is not None:
+                scores = torch.tanh(scores / soft_cap) * soft_cap
             ahead = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(~ahead, float("-inf"))
             lse[start:stop] = scores.logsumexp(-1).T

@@ -18,8 +18,8 @@ class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
     """The prompt tokens that represent one item: `length` tokens from `start` on.
 
     key: hash of the item's content. Equal keys have equal embeddings. spans: (first, count) of tokens that are replaced
-    by embeddings, relative to `start`; the others are text, such as the ends of rows. whole: the tokens attend to each
-    other in both directions, so one step computes all of them. crossed: how many embeddings the model reads by
+    by embeddings, relative to `start`; the others are text, such as the ends of rows. whole: all these tokens attend to
+    each other in both directions, so one step computes them. crossed: how many embeddings the model reads by
     cross-attention instead.
     """
 

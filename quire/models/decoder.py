@@ -19,6 +19,7 @@ from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import make_norm
 from quire.layers.per_layer import PerLayerEmbedding
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.step_media import StepMedia
 from quire.models.decoder_layers import (
     CrossLayer,
     CrossPostNormLayer,
@@ -140,7 +141,10 @@ class LayerStack:
             start = stop
         x, residual = self._through(start, last, x, residual, state)
         if start <= last:
-            return self.layers[last](x, residual, state, wanted)
+            x, residual = self.layers[last](x, residual, state, wanted)
+            if (media := state.inputs.media) is not None:
+                media.add_level(self.first_layer + last, x, wanted)
+            return x, residual
         tokens = state.inputs.positions
         stream = self.residual_stream
         return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
@@ -263,9 +267,18 @@ class Decoder(LayerStack, Model):
             self.kernels.add(x, residual, x)
         return x
 
-    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+    def embed_with(self, media: StepMedia, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+        if self.per_layer is None and self.streams is None:
+            return media.fill(self.embed(ids, positions, slots))
+        if self.per_layer is not None:
+            ids = ids.index_fill(0, media.tokens, self.per_layer.padding)
+        return self.embed(ids, positions, slots, media)
+
+    def embed(
+        self, ids: Tensor, positions: Tensor, slots: Tensor | None = None, media: StepMedia | None = None
+    ) -> Tensor:
         """In a model with segment types, n * vocab_size is added to the ids of segment type n: tokens of the second
-        segment have ids + vocab_size."""
+        segment have ids + vocab_size. media: if other parts of the result are computed from embeddings."""
         kinds = None
         if self.segments is not None:
             kinds = ids // self.vocab_size
@@ -273,6 +286,8 @@ class Decoder(LayerStack, Model):
         x = self.embedding(ids, slots)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
+        if media is not None:
+            x = media.fill(x)
         if self.project_in is not None:
             x = self.project_in(x, slots)
         if self.positions is not None:

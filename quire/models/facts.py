@@ -35,6 +35,6 @@ def facts_of(spec: DecoderSpec, max_model_len: int, pools: bool = False) -> Mode
         learned_positions=spec.position_offset is not None,
         media=media is not None,
         two_way=media is not None and media.two_way,
-        levels=media is not None and media.levels > 0,
+        levels=media is not None and bool(media.levels),
         crossed=spec.crossed > 0,
     )

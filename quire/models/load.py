@@ -280,9 +280,9 @@ def _encoder(stage: Stage, builder: Builder, media: MediaSpec, wanted: _Wanted) 
     if hasattr(towers, "load"):  # an encoder of transformers, which reads its weights itself
         if stage.layers.start > 0 or config.multimodal.language_model_only:
             return MediaEncoder()
-        return MediaEncoder(towers.load(builder, media, wanted.source, config.multimodal), largest)
+        return MediaEncoder(towers.load(builder, media, wanted.source, config.multimodal), media.levels, largest)
     builder = builder if stage.layers.start == 0 else builder.elsewhere
     first = len(builder.slots)
     tower = towers.make(builder, media)
     builder.slots[first:] = [replace(slot, name=media.name_of(slot.name)) for slot in builder.slots[first:]]
-    return MediaEncoder(tower, largest, rules)
+    return MediaEncoder(tower, media.levels, largest, rules)

@@ -12,6 +12,7 @@ from quire.kv.specs import ModelKVSpec, RowsShape, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
+from quire.layers.step_media import StepMedia
 from quire.messages.media import EncoderLimits, MediaItem
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
@@ -82,6 +83,10 @@ class Model(Protocol):
         """ids, positions: [tokens] -> [own tokens, input_size]. slots: of the tokens' adapters, None if there
         are none."""
 
+    def embed_with(self, media: StepMedia, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Like `embed`, for a step with pictures."""
+        return media.fill(self.embed(ids, positions, slots))
+
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
@@ -99,13 +104,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class MediaEncoder:
-    """The encoder of a model's media. tower: only in the first stage.
+    """The encoder of a model's media. tower: only in the first stage. levels: see MediaSpec.
 
     largest_items: the largest inputs of the tower, on a GPU (quire/multimodal/samples.py). output_rules: creates the
     logits processor of a model with special rules for its output.
     """
 
     tower: Tower | None = None
+    levels: tuple[int, ...] = ()
     largest_items: Callable[[EncoderLimits], Iterator[MediaItem]] | None = None
     output_rules: MakeProcessor | None = None
 

@@ -25,6 +25,7 @@ _FIELDS = {
     "step_tag_id",
     "returned_token_ids",
 }
+_GENERATING = {"Qwen2_5OmniModel"}  # through transformers, and with the name of a model that embeds
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def is_pooling_model(config: HfConfig, directory: Path, options: ModelConfig) ->
     name = str((config.get("architectures") or [""])[0])
     if not directory.is_file() and (directory / "modules.json").is_file():
         return True
-    if name in ARCHITECTURES:  # such as ChatGLMModel, which generates
+    if name in ARCHITECTURES or name in _GENERATING:  # such as ChatGLMModel
         return False
     pools = name.endswith(("Model", "ForMaskedLM", "ForRanking", *CLASSIFIERS)) and not name.endswith("LMHeadModel")
     return pools or is_late_interaction(name)

@@ -19,6 +19,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 # Functions, or their places in quire.models.architectures: only the module that is used is imported.
 ARCHITECTURES: dict[str, Architecture | str] = _TABLES["decoders"]
 ENCODERS: dict[str, Architecture | str] = _TABLES["encoders"]
+PARTS: dict[str, Architecture | str] = _TABLES["parts"]
 POOLING: dict[str, Architecture | str] = _TABLES["pooling"]
 PREPROCESSING: dict[str, str] = _TABLES["preprocessing"]
 _HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|(Process)?RewardModel))$"
@@ -32,7 +33,7 @@ def _architecture(name: str) -> Architecture | None:
 def _listed(name: str) -> Architecture | str | None:
     """Return the architecture with this name. For a model without a head or with another head, return its base
     architecture."""
-    if found := ARCHITECTURES.get(name) or POOLING.get(name):
+    if found := ARCHITECTURES.get(name) or POOLING.get(name) or PARTS.get(name):
         return found
     base = re.sub(_HEADS, "", name)
     if base == name:
@@ -81,6 +82,7 @@ def _asked(function: str, config: HfConfig) -> Any:
     return None
 
 
+_OF_SPEECH = r"^(talker|code2wav|token2wav)\."
 # Tensors of encoders, whose names are transformers' concern: all but those of text models.
 _OF_ENCODERS = r"^(?!(.*\.)?(language_model|text_model|lm_head)\.|(model\.)?(layers|embed_tokens|norm)\.)"
 
@@ -95,8 +97,10 @@ def _with_encoder(config: HfConfig) -> DecoderSpec | None:
     if text is None or architecture is None:
         return None
     spec = read(checked(text), text["architectures"][0], partial(_verified, architecture))
-    media = MediaSpec("transformers", config, preprocessing=PREPROCESSING.get(str(config.get("model_type")), ""))
-    return replace(spec, tie_embeddings=None, media=media, ignored=(*spec.ignored, _OF_ENCODERS))
+    layers = tuple(layer for layer in _asked("further_layers", dict(config)) or () if layer >= 0)
+    preprocessing = PREPROCESSING.get(str(config.get("model_type")), "")
+    media = MediaSpec("transformers", config, layers, preprocessing=preprocessing)
+    return replace(spec, tie_embeddings=None, media=media, ignored=(*spec.ignored, _OF_ENCODERS, _OF_SPEECH))
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:

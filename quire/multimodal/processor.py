@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -24,7 +25,7 @@ from quire.multimodal.content import MediaPart, Sources, split_content
 from quire.multimodal.decoding import Encoded, ItemCache, decoded, refusal
 from quire.multimodal.embeds import CHUNK, buffer_of, decode_embeddings
 from quire.multimodal.encoder_prompts import EncoderPrompts
-from quire.multimodal.families.base import Family, Frames, Kind, Placed, Prepared
+from quire.multimodal.families.base import MOST_ITEMS, Family, Frames, Kind, Placed, Prepared
 from quire.multimodal.families.text import Texts
 from quire.multimodal.families.whisper import Sounds
 from quire.multimodal.pictures import MediaError, picture
@@ -33,8 +34,6 @@ from quire.multimodal.sounds import sound
 from quire.multimodal.spec import MediaSpec
 from quire.multimodal.speech import Speech
 from quire.text.tokenizer import Tokenizer
-
-MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt is set, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class MediaProcessor:
         """Return how many items of a modality a prompt may have. Raises MediaError if the model accepts none."""
         if modality not in self.kinds:
             raise MediaError(f"this model takes no {modality}; it takes {', '.join([*self.kinds, 'text'])}")
-        return self._most_items(modality, MOST_ITEMS)
+        return min(self._most_items(modality, MOST_ITEMS), self.kinds[modality].most)
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises MediaError."""
@@ -249,7 +248,10 @@ class MediaProcessor:
         for (modality, number), positions in zip(order, _positions(family, found, token_ids), strict=True):
             item = prepared[modality][number]
             key = _key(modality, item, names[modality][number], kwargs)
-            place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
+            whole = family.whole and modality != "audio"
+            place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), whole)
+            if family.whole_prompt:
+                place = _of_prompt(place, token_ids)
             media.append(MediaItem(place, modality, buffers(item)))
             placed.append(Placed(positions, item))
         self._check_sizes(media)
@@ -326,6 +328,8 @@ class MediaProcessor:
                     )
 
         if isinstance(prompt, str):
+            if prepared and (framed := family.framed(prompt)) is not None:
+                prompt, special = framed, False
             pattern = "|".join(map(re.escape, marks))
             text = re.sub(pattern, lambda mark: text_of_next(marks[mark[0]]), prompt) if marks else prompt
             check()
@@ -357,6 +361,7 @@ def load_family(spec: MediaSpec, settings: Mapping[str, Any], token: Callable[[i
     module = import_module(f"quire.multimodal.families.{spec.preprocessing or spec.family}")
     if hasattr(module, "Items"):
         own: Family = module.Items(spec.directory, spec.config, settings)
+        own.whole = spec.two_way
         return own
     make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
     family: Family = make(spec.config, settings, token)
@@ -416,6 +421,14 @@ def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids:
         parts.append(positions_of[token_id][starts[token_id] : starts[token_id] + item.num_embeds])
         starts[token_id] += item.num_embeds
     return parts
+
+
+def _of_prompt(place: MediaPlace, token_ids: Sequence[int]) -> MediaPlace:
+    """Return the place of an item that consists of the whole prompt, whose tokens attend to each other: what is
+    computed of each depends on all of them."""
+    key = sha256(f"{place.key} {list(token_ids)}".encode()).hexdigest()
+    spans = [(first + place.start, count) for first, count in place.spans]
+    return msgspec.structs.replace(place, key=key, start=0, length=len(token_ids), spans=spans)
 
 
 def _spans(positions: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,16 +15,17 @@ class MediaSpec:
     """The image or audio inputs of a model, or the texts that its encoder reads.
 
     family: of the modules quire.multimodal.families.FAMILY (preprocessing) and quire.models.towers.FAMILY (the
-    encoder). config: the checkpoint's whole config. levels: the number of layers with their own encoder features, see
-    StepMedia. two_way: whether the tokens of an image attend to each other in both directions. encoder: of texts.
-    names: patterns and replacements that turn the names of the encoder's tensors into those of the checkpoint. mark:
-    the token that embeddings replace, if the config does not have its id. directory: of the checkpoint, once it is
-    known. preprocessing: of the module quire.multimodal.families.PREPROCESSING if that is another one.
+    encoder). config: the checkpoint's whole config. levels: the decoder layers to whose results further features of the
+    encoder are added, see StepMedia. two_way: whether the tokens of an image attend to each other in both directions.
+    encoder: of texts. names: patterns and replacements that turn the names of the encoder's tensors into those of the
+    checkpoint. mark: the token that embeddings replace, if the config does not have its id. directory: of the
+    checkpoint, once it is known. preprocessing: of the module quire.multimodal.families.PREPROCESSING if that is
+    another one.
     """
 
     family: str
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    levels: int = 0
+    levels: tuple[int, ...] = ()
     two_way: bool = False
     encoder: "DecoderSpec | None" = None
     names: tuple[tuple[str, str], ...] = ()

@@ -87,8 +87,8 @@ class Forward:
     def embed(self, inputs: StepInputs) -> Tensor:
         """Return the input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         if self.pipe is None or self.pipe.is_first:
-            x = self.model.embed(inputs.input_ids, inputs.positions, inputs.slots)
-            return x if inputs.media is None else inputs.media.fill(x)
+            given = inputs.input_ids, inputs.positions, inputs.slots
+            return self.model.embed(*given) if inputs.media is None else self.model.embed_with(inputs.media, *given)
         target = self.model.kernels.target
         return self.pipe.receive(inputs.size.tokens, target.dtype, target.device)
 

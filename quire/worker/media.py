@@ -59,6 +59,7 @@ class MediaInputs(NoMedia):
         self._model = model
         self._batch = batch
         self.tower = encoder.tower
+        self._levels = encoder.levels
         self._largest_items = encoder.largest_items
         self.device = target.device
         self.dtype = target.dtype
@@ -119,7 +120,8 @@ class MediaInputs(NoMedia):
         hidden = self.hidden_size
         tokens = upload(np.concatenate(placed.indices), self.device)
         embeds = torch.cat(placed.parts) if placed.parts else torch.empty(0, hidden)
-        levels = [embeds[:, i : i + hidden] for i in range(hidden, embeds.shape[1], hidden)]
+        starts = range(hidden, embeds.shape[1], hidden)
+        levels = {layer: embeds[:, i : i + hidden] for layer, i in zip(self._levels, starts, strict=True)}
         return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, placed.spans))
 
     def _place_request(self, flat: FlatBatch, request: int, row: int, placed: _Placed) -> None:
@@ -130,6 +132,9 @@ class MediaInputs(NoMedia):
         for place in self._places[row]:
             if place.crossed and start == 0:
                 self._store(row, place)
+            if place.whole and place.start < end and place.end > start:
+                place_start = first + place.start - start
+                placed.spans.append((max(place_start, first), place_start + place.length))
             for begin, count in place.spans:
                 lowest = min(max(start - place.start - begin, 0), count)
                 highest = min(max(end - place.start - begin, 0), count)
@@ -140,8 +145,6 @@ class MediaInputs(NoMedia):
                     placed.parts.append(self._embeds[place.key][skipped + lowest : skipped + highest])
                 in_step = first + place.start + begin - start
                 placed.indices.append(np.arange(in_step + lowest, in_step + highest))
-                if place.whole:
-                    placed.spans.append((in_step + lowest, in_step + highest))
         if end >= self._places[row][-1].end:
             del self._places[row]
 
@@ -186,7 +189,8 @@ class MediaInputs(NoMedia):
         if slots is not None:
             tensors["slots"] = slots
         if item.modality == "embeds":
-            embeds = tensors["embeds"].to(self.dtype)
+            levels = len(self._levels) * self.hidden_size
+            embeds = torch.nn.functional.pad(tensors["embeds"].to(self.dtype), (0, levels))
         elif self.tower is None:
             raise ValueError("this model takes no pictures")
         else:

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.config.engine import ModelConfig
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from quire.models.description import describe
-from quire.models.registry import ARCHITECTURES
+from quire.models.registry import ARCHITECTURES, spec_of
 from quire.models.transformers_backend.published import PUBLISHED
 from support.checkpoints import EMBEDDINGS, byte_level_tokenizer, gain
 from support.engines import generate, make_llm, tokens_of
@@ -139,9 +140,9 @@ def _model_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def build(family: Family, seeing: Made | None = None) -> tuple[Any, list[str]]:
+def build(family: Family, seeing: Made | None = None, text: Fields | None = None) -> tuple[Any, list[str]]:
     """The network with random weights, and the changes of its config. seeing: the processor of its pictures or sounds,
-    which is corrected. Raises NotMadeError."""
+    which is corrected. text: differences of its text model's config. Raises NotMadeError."""
     from transformers import CONFIG_MAPPING
 
     config_class, model = CONFIG_MAPPING[family.model_type], _model_class(family.model_class)
@@ -180,7 +181,10 @@ def build(family: Family, seeing: Made | None = None) -> tuple[Any, list[str]]:
     errors: list[Exception] = []
     try:
         default = config_class()
-        _, changes = repaired(_marked(shrunk(default), seeing.marks if seeing else {}), default, attempt)
+        fields = _marked(shrunk(default), seeing.marks if seeing else {})
+        if text:
+            fields["text_config"] = {**fields["text_config"], **text}
+        _, changes = repaired(fields, default, attempt)
     except Exception as error:
         raise NotMadeError(_short(errors[0] if seeing is not None and errors else error)) from error
     return made[0], changes
@@ -190,6 +194,9 @@ def _marked(fields: Fields, marks: dict[str, int]) -> Fields:
     changed = with_small_pictures(fields) if marks else fields
     for modality, token_id in marks.items():
         names = [f"{modality}_token_id", f"{modality}_token_index"]
+        if modality.endswith("_start"):  # some configs have it without a default
+            names = names[:1]
+            fields = {**fields, names[0]: token_id}
         changed.update((name, token_id) for name in names if name in fields)
     return changed
 
@@ -241,6 +248,8 @@ def judge(
     """How many tokens are wrong, and how many could have been others: transformers' logits of the whole text decide,
     without a cache. inputs: of the encoder."""
     ids = torch.tensor([prompt + token_ids])
+    if inputs is None and getattr(network.config.get_text_config(), "use_bidirectional_attention", None) is True:
+        inputs = {"token_type_ids": torch.ones_like(ids)}  # all tokens follow the part that is read in both directions
     logits: Tensor = network(input_ids=ids, use_cache=False, **(inputs or {})).logits[0].float()
     made = logits[len(prompt) - 1 : -1]  # [tokens, vocab]
     if not made.isfinite().all():
@@ -258,7 +267,7 @@ def outcome(family: Family, folder: Path) -> Outcome:
         if family.hears and _has_decoder(family):
             return Outcome("unknown", "it has an encoder and a decoder")
         unseen = ""
-        if family.hears or (family.sees and family.architecture not in ARCHITECTURES):  # tests/multimodal has those
+        if family.hears or (family.sees and _has_transformers_encoder(family)):  # tests/multimodal has the others
             try:
                 return _with_items(family, folder / "items")
             except (NoProcessorError, NotMadeError) as error:
@@ -273,6 +282,19 @@ def _has_decoder(family: Family) -> bool:
 
     with suppress(Exception):  # some configs need arguments
         return bool(CONFIG_MAPPING[family.model_type]().is_encoder_decoder)
+    return False
+
+
+def _has_transformers_encoder(family: Family) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    if family.architecture not in ARCHITECTURES:
+        return True
+    kind = CONFIG_MAPPING[family.model_type]
+    with suppress(Exception):  # rules do not make all configs; validators raise many kinds
+        config = kind(**shrunk(kind())).to_dict()
+        media = spec_of({**config, "architectures": [family.architecture]}).media
+        return media is not None and media.family == "transformers"
     return False
 
 
@@ -312,6 +334,9 @@ def _with_items(family: Family, folder: Path) -> Outcome:
     write(family, network, folder, made)
     options = {"max_model_len": POSITIONS, "max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
     try:
+        media = describe(folder, ModelConfig()).spec.media
+        if media is not None and media.two_way:
+            options["max_num_batched_tokens"] *= 2  # pictures whose tokens see each other fit
         llm = make_llm(folder, **options)
     except ValueError as error:
         return Outcome("no", _short(error), changes=changes)
@@ -342,7 +367,7 @@ def judge_item(network: Any, made: Made, text: str, given: list[Any], token_ids:
     """See `judge`. The prompt is transformers' own: its processor reads all pictures of a prompt at once."""
     encoded = inputs(made, text, given)
     prompt = encoded.pop("input_ids")[0].tolist()
-    encoded.pop("attention_mask", None)
+    encoded["attention_mask"] = torch.ones(1, len(prompt) + len(token_ids), dtype=torch.int64)
     for name in [name for name in encoded if name.endswith("token_type_ids")]:
         encoded[name] = torch.nn.functional.pad(torch.as_tensor(encoded[name]), (0, len(token_ids)))
     return judge(network, prompt, token_ids, encoded)

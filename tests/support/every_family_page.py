@@ -85,7 +85,8 @@ def pools(name: str) -> bool:
 
 
 def how(name: str, row: dict[str, Any] | None) -> str:
-    if name in ARCHITECTURES or name in FAMILIES or name in LATE_INTERACTION or name in CLASSIFIERS:
+    listed = name in ARCHITECTURES or name in FAMILIES or name in LATE_INTERACTION or name in CLASSIFIERS
+    if listed and (row is None or row["runs"] != "encoder"):
         return "native"
     if name in HEARING:
         return ENCODER

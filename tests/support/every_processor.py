@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
@@ -26,7 +26,13 @@ _LITERAL = re.compile(r"""["'](<[|\w/ -]{2,40}\|?>|\[[A-Z_]{2,20}\])["']""")
 _NAMED = re.compile(r"""tokenizer\.(\w*token)\b|getattr\(\s*tokenizer,\s*["'](\w*token)["']""")
 _VISION = ("vision_config", "vq_config", "visual")
 # Types that transformers maps no processor to, with a type that has the one of their published checkpoints.
-_PUBLISHED = {"glm_ocr": "glm46v", "cosmos3_omni": "qwen3_vl", "fast_vlm": "llava"}
+_PUBLISHED = {
+    "cosmos3_omni": "qwen3_vl",
+    "fast_vlm": "llava",
+    "glm_ocr": "glm46v",
+    "qwen2_5_omni_thinker": "qwen2_5_omni",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+}
 _OF_TEXT = (
     "add_bos_token",
     "add_eos_token",
@@ -58,7 +64,7 @@ def with_small_pictures(fields: Fields) -> Fields:
                 changed[name] = {**vision, "image_size": 4 * vision["patch_size"]}
                 if points := fields.get("image_grid_pinpoints"):
                     changed["image_grid_pinpoints"] = [
-                        [edge * 4 * vision["patch_size"] // side for edge in point] for point in points
+                        [-(-edge // side) * 4 * vision["patch_size"] for edge in point] for point in points
                     ]
             elif isinstance(side, list | tuple):
                 changed[name] = {**vision, "image_size": [4 * vision["patch_size"]] * len(side)}
@@ -106,13 +112,16 @@ def _make(model_type: str, fields: Fields, modality: str) -> Made:
     mark = getattr(processor, f"{modality}_placeholder_token", None) or getattr(processor, f"{modality}_token", None)
     if mark is None:
         raise NoProcessorError("its processor names no token that represents a picture or a sound")
-    made = Made(processor, {}, modality, str(mark))
+    made = Made(processor, {}, modality, _enclosed(processor, modality, str(mark)))
     for name in ("image", "video", "audio"):
         token_id = getattr(processor, f"{name}_token_id", None)
         if token_id is None and (token := getattr(processor, f"{name}_token", None)) is not None:
             token_id = tokenizer.convert_tokens_to_ids(str(token))
         if isinstance(token_id, int):
             made.marks[name] = token_id
+    for part in ("vision", "audio"):
+        if (token := getattr(processor, f"{part}_bos_token", None)) is not None:
+            made.marks[f"{part}_start"] = tokenizer.convert_tokens_to_ids(str(token))
     try:
         inputs(made, *items(made)[1])
     except Exception:
@@ -121,6 +130,17 @@ def _make(model_type: str, fields: Fields, modality: str) -> Made:
     ids = inputs(made, text, given)["input_ids"][0].tolist()
     made.marks[modality] = max((token_id for token_id in ids if token_id >= FIRST_MARK), key=ids.count)
     return made
+
+
+def hearing(made: Made) -> Made:
+    """A processor of pictures and sounds, for the latter."""
+    return replace(made, modality="audio", mark=_enclosed(made.processor, "audio", str(made.processor.audio_token)))
+
+
+def _enclosed(processor: Any, modality: str, mark: str) -> str:
+    part = "vision" if modality == "image" else modality
+    ends = [getattr(processor, f"{part}_{end}_token", "") for end in ("bos", "eos")]
+    return f"{ends[0]}{mark}{ends[1]}"
 
 
 def _tokenizer(kind: Any) -> Any:
@@ -197,7 +217,7 @@ def _sizes(defaults: Any, fields: Fields) -> Fields:
     """The sizes of pictures, if those of the config's encoder are fixed."""
     side = _vision(fields).get("image_size")
     side = side[0] if isinstance(side, list | tuple) else side
-    made = {}
+    made: Fields = {"max_soft_tokens": 70} if hasattr(defaults, "max_soft_tokens") else {}  # the fewest that it takes
     for name in ("size", "crop_size"):
         size = getattr(defaults, name, None)
         if isinstance(side, int) and size is not None:
@@ -264,14 +284,13 @@ def corrected(made: Made, error: Exception) -> bool:
 
 def save(made: Made, folder: Path) -> None:
     made.processor.tokenizer.save_pretrained(folder)
-    for part in ("image_processor", "feature_extractor", "audio_processor"):
-        if getattr(made.processor, part, None) is not None:
-            getattr(made.processor, part).save_pretrained(folder)
-    settings = {
-        name: value
-        for name, value in made.processor.to_dict().items()
-        if name not in ("tokenizer", "image_processor", "video_processor", "feature_extractor", "audio_processor")
-    }
+    parts = ("image_processor", "feature_extractor", "audio_processor")
+    present = [part for part in parts if getattr(made.processor, part, None) is not None]
+    left_out = {"tokenizer", "video_processor"}
+    if len(present) == 1:
+        getattr(made.processor, present[0]).save_pretrained(folder)
+        left_out.update(parts)
+    settings = {name: value for name, value in made.processor.to_dict().items() if name not in left_out}
     (folder / "processor_config.json").write_text(
         json.dumps({**settings, "processor_class": type(made.processor).__name__})
     )

@@ -29,6 +29,7 @@ from quire.executor.base import Executor
 from quire.kv.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import Array
+from quire.layers.step_media import StepMedia
 from quire.lora.gate import AdapterGate
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreOutput
@@ -219,9 +220,14 @@ class _Late:
 
 
 class LateModel(_Late):
-    def embed(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor:
-        size, dtype = self.real.input_size, self.real.kernels.target.dtype
-        return self.stream.launch(lambda: self.real.embed(ids, positions, slots), len(ids), size, dtype=dtype)
+    def embed(self, ids: Tensor, *others: Any) -> Tensor:
+        return self._embedded(lambda: self.real.embed(ids, *others), len(ids))
+
+    def embed_with(self, media: StepMedia, ids: Tensor, *others: Any) -> Tensor:
+        return self._embedded(lambda: self.real.embed_with(media, ids, *others), len(ids))
+
+    def _embedded(self, run: Callable[[], Tensor], count: int) -> Tensor:
+        return self.stream.launch(run, count, self.real.input_size, dtype=self.real.kernels.target.dtype)
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
@@ -385,7 +391,7 @@ class LateExecutor(Executor):
                 self.stream.run_until(self.stream.queue[-1])
         media = NoMedia()
         if isinstance(real.media, MediaInputs):
-            media = MediaInputs(model, MediaEncoder(model.late_tower(self.encoder.tower)), batch)
+            media = MediaInputs(model, MediaEncoder(model.late_tower(self.encoder.tower), self.encoder.levels), batch)
         drafts_stay = scheduler.limits.depth > 1
         runner_parts = RunnerParts(model, batch, staging, forward, media)
         self.runner = ModelRunner(runner_parts, sampler, drafter, drafts_stay)

@@ -17,6 +17,14 @@ from PIL import Image
 from support.checkpoints import EOS, byte_level_tokenizer
 from support.reference import Continuation
 from support.seeing_base import FIRST, TEXT
+from support.seeing_gemma import (
+    GEMMA_SPECIAL,
+    gemma3_model,
+    gemma3_processor,
+    paligemma2_model,
+    paligemma_model,
+    paligemma_processor,
+)
 from support.seeing_published import Publish, publish
 from support.seeing_qwen import (
     QWEN_MARK,
@@ -56,23 +64,26 @@ def picture(number: int, width: int = 60, height: int = 45) -> Image.Image:
 @dataclass(frozen=True)
 class Model:
     """make: the model of transformers. processor: of pictures and text. tokens: the special ones. mark: what stands for
-    a picture in a prompt. change: what makes the checkpoint one that transformers cannot read."""
+    a picture in a prompt. change: what makes the checkpoint one that transformers cannot read. needs_one: whether each
+    prompt has one picture."""
 
     make: Callable[[], Any]
     processor: Callable[[Any], Any]
     tokens: tuple[str, ...]
     mark: str
     change: Publish | None = None
+    needs_one: bool = False
 
     def prompts(self) -> list[tuple[str, list[Image.Image]]]:
         mark = self.mark
-        return [
+        found = [
             (f"Look: {mark} What do you see?", [picture(1)]),
             (f"{mark} and {mark}: which is it?", [picture(2, 30, 50), picture(3, 64, 64)]),
             ("A text without any pictures, which is a little longer than the others are.", []),
             (f"The same again: {mark} then {mark}.", [picture(1), picture(1)]),
             (f"A long text comes first here, and then a picture, wide as it is: {mark}", [picture(4, 100, 28)]),
         ]
+        return [(text, pictures) for text, pictures in found if len(pictures) == 1 or not self.needs_one]
 
 
 def write(directory: Path, model: Model) -> Path:
@@ -234,54 +245,6 @@ def onevision_processor(tokenizer: Any) -> Any:
 
     pixels = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=SIZES)
     return OnevisionStandIn(pixels, tokenizer, 16)
-
-
-GEMMA_SPECIAL = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
-
-
-def gemma3_model() -> Any:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = {
-        **TEXT,
-        "sliding_window": 20,
-        "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-        "vision_use_head": False,
-    }
-    model = Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config=text,
-            vision_config=vision,
-            mm_tokens_per_image=16,
-            image_token_index=FIRST,
-            boi_token_index=FIRST + 1,
-            eoi_token_index=FIRST + 2,
-        )
-    )
-    projection = model.model.multi_modal_projector.mm_input_projection_weight  # zeros by default
-    torch.nn.init.normal_(projection, std=0.5)
-    return model
-
-
-def gemma3_processor(tokenizer: Any) -> Any:
-    from transformers import Gemma3Processor
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    names = dict(zip(("image_token", "boi_token", "eoi_token"), GEMMA_SPECIAL, strict=True))
-    for name, token in names.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    pixels = Gemma3ImageProcessorPil(size={"height": 112, "width": 112})
-    return Gemma3Processor(pixels, tokenizer, image_seq_length=16)
 
 
 IDEFICS_SPECIAL = (
@@ -483,6 +446,8 @@ MODELS: dict[str, Model] = {
     "internvl": Model(internvl_model, internvl_processor, INTERN_SPECIAL, "<IMG_CONTEXT>"),
     "idefics3": Model(idefics3_model, idefics3_processor, IDEFICS_SPECIAL, "<image>"),
     "gemma3": Model(gemma3_model, gemma3_processor, GEMMA_SPECIAL, "<start_of_image>"),
+    "paligemma": Model(paligemma_model, paligemma_processor, ("<image>",), "<image>", needs_one=True),
+    "paligemma2": Model(paligemma2_model, paligemma_processor, ("<image>",), "<image>", needs_one=True),
     "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen2_5_vl": Model(qwen2_5_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen3_vl": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
@@ -500,7 +465,7 @@ SEEING = {
     "BeeForConditionalGeneration", "InternS1ForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
     "InternVLChatModel", "NVLM_D", "OpenCUAForConditionalGeneration", "RForConditionalGeneration",
     "SkyworkR1VChatModel",
-    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "WhisperForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "Qwen3ASRForConditionalGeneration", "BartForConditionalGeneration",

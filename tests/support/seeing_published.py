@@ -198,6 +198,14 @@ def as_kimi_vl(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return own, renamed(kimi_text(tensors), *names)
 
 
+def as_thinker(model_type: str) -> Publish:
+    """model_type: of the whole, which also speaks."""
+    return lambda config, tensors: (
+        {"model_type": model_type, "thinker_config": config},
+        renamed(tensors, ("^", "thinker.")),
+    )
+
+
 VISION_SIZES = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size")
 
 
@@ -207,4 +215,7 @@ AS_PUBLISHED: dict[str, Publish] = {
     "LightOnOCRForConditionalGeneration": lambda config, tensors: (config, tensors),
     "NemotronH_Nano_Omni_Reasoning_V3": lambda config, tensors: (config, tensors),
     "NemotronH_Super_Omni_Reasoning_V3": lambda config, tensors: (config, tensors),
+    "Qwen2_5OmniForConditionalGeneration": as_thinker("qwen2_5_omni"),
+    "Qwen2_5OmniModel": as_thinker("qwen2_5_omni"),
+    "Qwen3OmniMoeForConditionalGeneration": as_thinker("qwen3_omni_moe"),
 }

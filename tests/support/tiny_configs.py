@@ -106,6 +106,7 @@ RULES: list[tuple[str, Rule]] = [
 ]  # fmt: skip
 
 _NEEDED_COUNTS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")  # some are null by default
+_OPTIONAL_PARTS = ("vision_config", "audio_config")
 _LEFT_OUT = ("transformers_version", "id2label", "label2id")
 _DEPTH = re.compile(
     r"(conf_|decoder_|encoder_)?(num_hidden_layers|n_layers?|num_layers|num_blocks|depth|encoder_layers|decoder_layers"
@@ -126,6 +127,10 @@ def shrunk(config: Any) -> Fields:
     for name, value in defaults.items():
         if isinstance(value, dict) and hasattr(getattr(config, name, None), "sub_configs"):
             fields[name] = shrunk(getattr(config, name))
+        elif value is None and name in _EXAMPLES:
+            fields[name] = deepcopy(_EXAMPLES[name])
+        elif value is None and name in _OPTIONAL_PARTS and hasattr(part := _part(config, name), "model_type"):
+            fields[name] = shrunk(part())
         elif value is None and name in _NEEDED_COUNTS:
             fields[name] = _filled_in(name, defaults)[0]
         elif isinstance(value, bool) or value is None:
@@ -140,6 +145,8 @@ def shrunk(config: Any) -> Fields:
                 for new, old in enumerate(kept)
                 if old in numbered
             }
+        elif name == "spatial_target_layers" and value:
+            fields[name] = [min(layer, _LEAST_LAYERS - 1) for layer in value]
         elif isinstance(value, list | tuple) and depth and len(value) == depth:
             fields[name] = [value[layer] for layer in kept]
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
@@ -152,6 +159,11 @@ def shrunk(config: Any) -> Fields:
         elif name not in _LEFT_OUT:
             fields[name] = value
     return {**fields, **dict.fromkeys(parts, 2), **({"num_hidden_layers": len(kept)} if parts else {})}
+
+
+def _part(config: Any, name: str) -> Any:
+    """The class of a config in this one, None if there is none, or transformers' AutoConfig."""
+    return type(config).sub_configs.get(name)
 
 
 def _parts_of_the_depth(fields: Fields, depth: int) -> list[str]:
@@ -204,6 +216,9 @@ def _rope(name: str, value: Any) -> Any:
         return min(value, 64)
     return value
 
+
+# Values of fields that are null by default, and that a model needs
+_EXAMPLES: Fields = {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"}
 
 Attempt = Callable[[Fields], Exception | None]
 

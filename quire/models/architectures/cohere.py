@@ -3,17 +3,18 @@ rotation of neighbouring pairs."""
 
 from dataclasses import replace
 
+from quire.layers.rotary_spec import rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 
-def cohere(config: HfConfig) -> DecoderSpec:
+def cohere(config: HfConfig, interleaved: bool = True) -> DecoderSpec:
     norm = NormSpec("layer", config.get("layer_norm_eps", 1e-5))
     bias = bool(config.get("attention_bias", False))
     attention = {
         "qkv_bias": bias,
         "output_bias": bias,
-        "interleaved_rotary": True,
+        "interleaved_rotary": interleaved,
         "qk_norm_over": "heads",
         "qk_norm": norm if config.get("use_qk_norm") else None,
     }
@@ -24,6 +25,21 @@ def cohere(config: HfConfig) -> DecoderSpec:
         residual="parallel",
         names={"mlp_norm": None},
         logit_scale=config.get("logit_scale", 0.0625),
+    )
+
+
+def cohere_compass(config: HfConfig) -> DecoderSpec:
+    """The text model of North Vision: without rotation of neighbouring pairs. Each kind of layer has its own rotary
+    parameters, or none."""
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    parameters = config["rope_parameters"]
+    spec = cohere({**config, "rope_parameters": None}, interleaved=False)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return replace(
+        spec,
+        windows=layer_windows({**config, "layer_types": kinds}),
+        rotary=tuple(rotary_spec(config, head_dim, kind) if parameters[kind] else None for kind in kinds),
+        logit_scale=config.get("logit_scale"),
     )
 
 

@@ -1,6 +1,7 @@
 """Gemma 1, 2, 3 and 4 (text): embeddings scaled by sqrt(hidden_size). The norms of the first three store weight - 1."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec
@@ -115,6 +116,21 @@ def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
     return replace(spec, media=media, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))
 
 
+def paligemma(config: HfConfig) -> DecoderSpec:
+    """PaliGemma 1 and 2. The latter's windows are the limit of its texts, whose tokens see each other."""
+    text = {"tie_word_embeddings": True, **config["text_config"]}
+    spec = gemma2(text) if text.get("model_type") == "gemma2" else gemma(text)
+    windows = [window for window in spec.windows if window is not None]
+    ignored = r"^(model\.)?vision_tower\.(vision_model\.)?head\."
+    return replace(
+        spec,
+        windows=(None,) * spec.num_layers,
+        max_positions=min([spec.max_positions, *windows]),
+        media=MediaSpec("paligemma", config, two_way=True),
+        ignored=(*spec.ignored, ignored),
+    )
+
+
 _GEMMA4 = {
     "rms_norm_eps": 1e-6,
     "head_dim": 256,
@@ -161,7 +177,9 @@ def gemma4(config: HfConfig) -> DecoderSpec:
         names=NAMES["sandwich_norms"] | NAMES["gemma4"],
         residual="scaled",
         ignored=(r"rotary_emb\.inv_freq$", *_unused(mixers)),
-        per_layer=PerLayerSpec(own, config.get("vocab_size_per_layer_input") or config["vocab_size"], act)
+        per_layer=PerLayerSpec(
+            own, config.get("vocab_size_per_layer_input") or config["vocab_size"], act, config.get("pad_token_id", 0)
+        )
         if own
         else None,
     )
@@ -210,14 +228,22 @@ def _gemma4_mixers(config: HfConfig, kinds: list[str]) -> list[AttentionSpec]:
                 value_norm=NormSpec("rms", config["rms_norm_eps"], affine=False),
                 values_are_keys=keys_only and is_full,
                 source=None if i < first else max(j for j in range(first) if kinds[j] == kind),
+                looks_ahead=not (is_full and config.get("use_bidirectional_attention") == "vision"),
             )
         )
     return mixers
 
 
 def gemma4_multimodal(config: HfConfig) -> DecoderSpec:
-    """The text model of a published Gemma 4 checkpoint. The weights of its towers are ignored."""
-    return _text_model(config, gemma4)
+    """Gemma 4 with images and audio, if transformers is installed, whose code encodes them. Otherwise, this is the text
+    model. In large models, tokens of an image see each other in layers with a window."""
+    spec = _text_model(config, gemma4)
+    if find_spec("transformers") is None or not (config.get("vision_config") or config.get("audio_config")):
+        return spec
+    two_way = config["text_config"].get("use_bidirectional_attention") == "vision"
+    if two_way and any(mixer.source is not None for mixer in spec.mixers if isinstance(mixer, AttentionSpec)):
+        raise ValueError("layers that share keys, and images whose tokens see each other, exclude each other")
+    return replace(spec, media=MediaSpec("transformers", config, two_way=two_way))
 
 
 _GEMMA3N = {

@@ -7,7 +7,7 @@ from quire.models.architectures.deepseek import mistral4
 from quire.models.architectures.delta_net import qwen3_5, qwen3_5_moe
 from quire.models.architectures.gemma import gemma
 from quire.models.architectures.gpt_oss import gpt_oss
-from quire.models.architectures.llama import hyperclovax, internlm2, llama, ministral3, mistral
+from quire.models.architectures.llama import arcee, hyperclovax, internlm2, llama, ministral3, mistral
 from quire.models.architectures.phi import phi3
 from quire.models.architectures.qwen import qwen2, qwen3, qwen3_moe, qwen3_vl_moe
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
@@ -91,8 +91,8 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     is_deep = kind.startswith("qwen3_vl")
     family = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}.get(kind, kind)
     config = {**config, "text_config": {**text, "model_type": family}}
-    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_deep else 0
-    return replace(_text(config), media=MediaSpec("qwen_vl", config, levels))
+    levels = range(len(vision.get("deepstack_visual_indexes", (8, 16, 24)))) if is_deep else ()
+    return replace(_text(config), media=MediaSpec("qwen_vl", config, tuple(levels)))
 
 
 def col_qwen3(config: HfConfig) -> DecoderSpec:
@@ -182,6 +182,12 @@ def interns2(config: HfConfig) -> DecoderSpec:
 def cosmos3(config: HfConfig) -> DecoderSpec:
     """Cosmos 3's reasoner: a Qwen3-VL, in one checkpoint with layers that generate, which are left out."""
     spec = qwen_vl({**config, "model_type": "qwen3_vl"})
+    return replace(spec, ignored=(*spec.ignored, *_OF_GENERATION))
+
+
+def cosmos3_edge(config: HfConfig) -> DecoderSpec:
+    """The text model of Cosmos 3 Edge, without the layers that generate."""
+    spec = arcee(config)
     return replace(spec, ignored=(*spec.ignored, *_OF_GENERATION))
 
 

@@ -6,7 +6,7 @@ embeddings, and anything that Quire does not pass to its layers is an error, not
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ _MASKS = "quire_text"  # among transformers' attention functions
 _HARMLESS = {"use_cache", "cache_position", "cache", "past_key_values", "return_dict", "output_attentions",
              "output_hidden_states", "output_router_logits", "logits_to_keep", "inputs_embeds", "attention_mask",
              "position_ids", "num_items_in_batch", "labels"}  # fmt: skip
+# The names of features that are added to the results of layers (True: before a layer, by its number), and of the tokens
+# that they are added to.
+_LEVELS = {"deepstack_visual_embeds": ("visual_pos_masks", False), "deepstack_features": ("vision_mask", True)}
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the forward has arrived at the text layers
@@ -52,15 +55,24 @@ class _NoTable(nn.Module):
         self.num_embeddings, self.embedding_dim = table.weight.shape
         self.value = 0.0
         self.dtype = table.weight.dtype
+        self.device = torch.device("cpu")
 
     def forward(self, ids: Tensor, *others: Any) -> Tensor:
+        self.device = ids.device
         return torch.full((*ids.shape, self.embedding_dim), self.value, dtype=self.dtype, device=ids.device)
+
+    @property
+    def weight(self) -> Tensor:
+        value = torch.full((1, 1), self.value, dtype=self.dtype, device=self.device)
+        return value.expand(self.num_embeddings, self.embedding_dim)
 
 
 class Tower:
-    def __init__(self, network: Any, token_ids: Mapping[str, int], builder: Builder) -> None:
-        """network: without its text layers. token_ids: by modality, of the tokens that embeddings replace."""
+    def __init__(self, network: Any, token_ids: Mapping[str, int], levels: Sequence[int], builder: Builder) -> None:
+        """network: without its text layers. token_ids: by modality, of the tokens that embeddings replace. levels: see
+        MediaSpec."""
         self._network = network
+        self.levels = levels
         self._token_ids = token_ids
         self._device = builder.device
         self._dtype = builder.dtype
@@ -75,8 +87,18 @@ class Tower:
     @torch.inference_mode()
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         ids, inputs = self.inputs_of_layers(modality, tensors)
-        embeds: Tensor = inputs["inputs_embeds"][0]
-        return embeds[ids == self._token_ids[modality]]
+        return self.features(ids == self._token_ids[modality], inputs)
+
+    def features(self, own: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Return an item's embeddings and features for further layers, [embeds, hidden * (1 + levels)]. own: [tokens],
+        the item's. inputs: of the text layers."""
+        embeds: Tensor = inputs["inputs_embeds"][0][own]
+        if not self.levels:
+            return embeds
+        found = levels_of(inputs)
+        first = found.get(-1)
+        parts = [embeds if first is None else embeds + first, *(found.get(layer) for layer in self.levels)]
+        return torch.cat([torch.zeros_like(embeds) if part is None else part.to(embeds.dtype) for part in parts], 1)
 
     def inputs_of_layers(self, modality: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return the token ids of an item, and what transformers' text layers receive for them."""
@@ -111,10 +133,12 @@ def load(builder: Builder, spec: MediaSpec, weights: Path | None, options: Multi
         names = {} if published is None else published.names
         network = _network(getattr(transformers, name), settings, builder, weights, names)
         items = load_family(spec, options.mm_processor_kwargs, lambda token_id: "")
-        tower = Tower(network, {modality: kind.token_id for modality, kind in items.kinds.items()}, builder)
+        tower = Tower(
+            network, {modality: kind.token_id for modality, kind in items.kinds.items()}, spec.levels, builder
+        )
         for modality in items.kinds:
             for sample in _samples(items, modality):
-                _check(tower, modality, sample)
+                _check(tower, modality, sample, spec.two_way)
     except WeightError:
         raise
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
@@ -133,13 +157,15 @@ def _samples(items: Family, modality: str) -> list[Prepared]:
     return [items.image(Image.new("RGB", size, (200, 100, 50))) for size in _SAMPLE_SIDES]
 
 
-def _check(tower: Tower, modality: str, sample: Prepared) -> None:
-    """Raises ValueError if the model does more with an item than to replace embeddings."""
+def _check(tower: Tower, modality: str, sample: Prepared, two_way: bool) -> None:
+    """Raises ValueError if the model does more with an item than to replace embeddings, and to let its tokens see each
+    other if `two_way`."""
     if not sample.num_embeds:
         raise ValueError(f"its processor makes no tokens that the embeddings of {modality} inputs replace")
     tensors = {name: torch.tensor(a) for name, a in sample.tensors.items()}
     ids, inputs = tower.inputs_of_layers(modality, tensors)
-    more = sorted(name for name, value in inputs.items() if value is not None and name not in _HARMLESS)
+    known = {*_HARMLESS, *_LEVELS, *(mask for mask, _ in _LEVELS.values())}
+    more = sorted(name for name, value in inputs.items() if value is not None and name not in known)
     if more:
         raise ValueError(f"its text layers also read {', '.join(more)}")
     positions = inputs.get("position_ids")
@@ -154,15 +180,41 @@ def _check(tower: Tower, modality: str, sample: Prepared) -> None:
     embeds = inputs.get("inputs_embeds")
     if embeds is None or embeds.shape[:2] != (1, len(ids)):
         raise ValueError("its text layers are not given the embeddings of the prompt")
+    own = ids == tower.token_id(modality)
     replaced = embeds[0].ne(0).any(1)
-    if not bool((replaced == (ids == tower.token_id(modality))).all()):
+    found = _check_levels(tower, inputs, own)
+    if not bool((replaced == own).all()) and (-1 not in found or bool(replaced.any())):
         raise ValueError(f"embeddings of {modality} inputs replace other tokens, too, or not all of theirs")
-    _check_mask(inputs.get("attention_mask"), len(ids))
-    tower.table.value = 1.0
-    again = tower.inputs_of_layers(modality, tensors)[1]["inputs_embeds"]
+    if not two_way:
+        _check_mask(inputs.get("attention_mask"), len(ids))
+    features = tower.features(own, inputs)
+    largest = features.abs().max().item()
+    tower.table.value = largest
+    again = tower(modality, tensors)
     tower.table.value = 0.0
-    if not torch.allclose(again[0, replaced], embeds[0, replaced]):
+    if not torch.allclose(again, features, atol=largest / 100):
         raise ValueError("its encoder reads the table of embeddings")
+
+
+def levels_of(inputs: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Return what text layers are to add to the results of layers, [embeds, hidden] each: -1 for the embeddings."""
+    for name, (_, before) in _LEVELS.items():
+        if (given := inputs.get(name)) is not None:
+            items = given.items() if isinstance(given, Mapping) else enumerate(given)
+            return {layer - before: torch.as_tensor(level) for layer, level in items}
+    return {}
+
+
+def _check_levels(tower: Tower, inputs: Mapping[str, Any], own: Tensor) -> dict[int, Tensor]:
+    """Raises ValueError for features that are added to other layers or other tokens. own: the item's tokens."""
+    found = levels_of(inputs)
+    if unknown := sorted(found.keys() - {-1, *tower.levels}):
+        raise ValueError(f"features of a picture are added to the layers {unknown}, too")
+    for name, _ in _LEVELS.values():
+        tokens = inputs.get(name)
+        if found and tokens is not None and not bool((tokens.view(len(own), -1).any(1) == own).all()):
+            raise ValueError("features of a picture are added to other tokens, too")
+    return found
 
 
 def _check_mask(mask: Any, length: int) -> None:
@@ -187,35 +239,39 @@ def _mask(*arguments: Any, mask_function: Callable[..., Tensor], **others: Any) 
     return made
 
 
+def _strip(network: Any) -> None:
+    """Remove the text layers of a model, in whose place an exception reports what they are given."""
+    text = network.get_decoder()
+    if text is network or text is network.base_model:
+        raise ValueError("its text layers cannot be told from its encoder")
+    embedding = text.get_input_embeddings()
+    network.set_input_embeddings(_NoTable(embedding))
+    body = text.base_model
+    for name, child in list(body.named_children()):
+        if not isinstance(child, _NoTable):
+            setattr(body, name, nn.ModuleList() if isinstance(child, nn.ModuleList) else nn.Identity())
+    if hasattr(body, "get_per_layer_inputs"):  # Quire makes them, of the padding token's vectors
+        body.get_per_layer_inputs = lambda *arguments: None
+    for owner in {id(network): network, id(text): text}.values():
+        if (head := owner.get_output_embeddings()) is not None:
+            name = next(name for name, module in owner.named_modules() if module is head)
+            parent = owner.get_submodule(name.rpartition(".")[0]) if "." in name else owner
+            setattr(parent, name.rpartition(".")[2], nn.Identity())
+    network.all_tied_weights_keys = {}
+    network._tied_weights_keys = None
+
+    def reached(*arguments: Any, **inputs: Any) -> None:
+        raise _Reached(inputs)
+
+    text.forward = reached
+
+
 def _network(kind: Any, settings: Any, builder: Builder, weights: Path | None, names: Mapping[str, str]) -> Any:
     """Return the model without its text layers, and with the weights of the rest. names: see Published."""
 
-    def strip(network: Any) -> None:
-        text = network.get_decoder()
-        if text is network or text is network.base_model:
-            raise ValueError("its text layers cannot be told from its encoder")
-        embedding = text.get_input_embeddings()
-        network.set_input_embeddings(_NoTable(embedding))
-        body = text.base_model
-        for name, child in list(body.named_children()):
-            if not isinstance(child, _NoTable):
-                setattr(body, name, nn.ModuleList() if isinstance(child, nn.ModuleList) else nn.Identity())
-        for owner in {id(network): network, id(text): text}.values():
-            if (head := owner.get_output_embeddings()) is not None:
-                name = next(name for name, module in owner.named_modules() if module is head)
-                parent = owner.get_submodule(name.rpartition(".")[0]) if "." in name else owner
-                setattr(parent, name.rpartition(".")[2], nn.Identity())
-        network.all_tied_weights_keys = {}
-        network._tied_weights_keys = None
-
-        def reached(*arguments: Any, **inputs: Any) -> None:
-            raise _Reached(inputs)
-
-        text.forward = reached
-
     def start(self: Any, config: Any, *arguments: Any, **others: Any) -> None:
         kind.__init__(self, config, *arguments, **others)
-        strip(self)
+        _strip(self)
 
     stripped: Any = type(kind.__name__, (kind,), {"__init__": start, "__module__": kind.__module__})
     ALL_MASK_ATTENTION_FUNCTIONS.register(_MASKS, _mask)

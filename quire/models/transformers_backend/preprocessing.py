@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from quire.checkpoints.hub import read_json
 from quire.messages.errors import error_text
-from quire.models.transformers_backend.published import Published, published_as, translated
+from quire.models.transformers_backend.published import Published, published_as
 from quire.models.transformers_backend.text_models import class_of, has_sections, settings_of
 from quire.multimodal.families.transformers import AXES, composed
 from quire.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Preprocessor:
             mark = getattr(self._processor, f"{modality}_placeholder_token", None)
             mark = mark or getattr(self._processor, f"{modality}_token", None)
             if present and mark is not None:
-                self.kinds[modality] = (str(mark), self._token_id(modality, str(mark), settings))
+                self.kinds[modality] = (self._enclosed(modality, mark), self._token_id(modality, str(mark), settings))
         self._numbered: dict[str, tuple[str, int]] = {}
         if not self.kinds:
             raise ValueError(f"{type(self._processor).__name__} names no token that represents a picture or a sound")
@@ -72,6 +72,12 @@ class Preprocessor:
     @property
     def _sounds(self) -> Any:
         return getattr(self._processor, "audio_processor", getattr(self._processor, "feature_extractor", None))
+
+    def _enclosed(self, modality: str, mark: Any) -> str:
+        """Return the placeholder with the tokens by which the model finds an item, if the processor names them."""
+        part = "vision" if modality == "image" else modality
+        first, last = (getattr(self._processor, f"{part}_{end}_token", None) for end in ("bos", "eos"))
+        return str(mark) if first is None or last is None else f"{first}{mark}{last}"
 
     def _token_id(self, modality: str, mark: str, settings: Any) -> int:
         for name in (f"{modality}_token_id", f"{modality}_token_index"):
@@ -258,8 +264,9 @@ def _processor(directory: str, config: dict[str, Any]) -> Any:
     files = [read_json(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
     published = published_as(config)
     name = next((f["processor_class"] for f in files if f.get("processor_class")), None)
-    if name is None or published is not None:
-        name = PROCESSOR_MAPPING_NAMES.get(str(translated(config).get("model_type")))
+    if published is not None:
+        name = PROCESSOR_MAPPING_NAMES.get(published.model_type) or name
+    name = name or PROCESSOR_MAPPING_NAMES.get(str(config.get("model_type")))
     kind = None if name is None else processor_class_from_name(name)
     if kind is None or not issubclass(kind, ProcessorMixin):
         raise ValueError(f"transformers has no processor {name or 'for ' + str(config.get('model_type'))}")
@@ -305,12 +312,15 @@ def _part(attribute: str, directory: str, published: Published | None, attribute
 def _tokenizer(directory: str, common: dict[str, Any]) -> Any:
     """Read the tokenizer with transformers, or with Quire if its files are for code of the checkpoint."""
     try:
-        return AutoTokenizer.from_pretrained(directory, **common)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **common)
     except (OSError, ValueError, ImportError):
         made = Tokenizer.from_directory(Path(directory))
         if not isinstance(made.backend, tokenizers.Tokenizer):
             raise
-        return PreTrainedTokenizerFast(tokenizer_object=made.backend, **made.special_tokens)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend, **made.special_tokens)
+    for name in [name for name, value in tokenizer.init_kwargs.items() if value is None]:
+        del tokenizer.init_kwargs[name]  # processors give them to other parts, in place of defaults
+    return tokenizer
 
 
 # ---- functions that jobs name

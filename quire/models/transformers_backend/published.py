@@ -61,6 +61,17 @@ def _kimi(config: Config) -> Config:
     }
 
 
+def _thinker(config: Config) -> Config:
+    """Of a model that also speaks: the part that writes."""
+    return dict(config["thinker_config"])
+
+
+_OMNI2_5 = Published(
+    "qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", _thinker, {r"^thinker\.": ""}
+)
+_OMNI3 = Published(
+    "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", _thinker, {r"^thinker\.": ""}
+)
 PUBLISHED: dict[str, Published] = {
     "KimiK25ForConditionalGeneration": Published("kimi_k25", "Kimi_K25ForConditionalGeneration", _kimi, pictures={}),
     "KimiVLForConditionalGeneration": Published(
@@ -77,6 +88,9 @@ PUBLISHED: dict[str, Published] = {
     "LightOnOCRForConditionalGeneration": Published("lighton_ocr", "LightOnOcrForConditionalGeneration"),
     "NemotronH_Nano_Omni_Reasoning_V3": Published("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3"),
     "NemotronH_Super_Omni_Reasoning_V3": Published("nemotron_h_omni", "NemotronH_Omni_Reasoning_V3"),
+    "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
+    "Qwen2_5OmniModel": _OMNI2_5,
+    "Qwen3OmniMoeForConditionalGeneration": _OMNI3,
 }
 
 

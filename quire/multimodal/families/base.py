@@ -12,6 +12,7 @@ from quire.multimodal.pictures import MediaError
 from quire.multimodal.preprocessing import Array
 
 Config = Mapping[str, Any]
+MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt is set, as in vLLM
 Encode = Callable[[str], list[int]]  # encodes a text without adding special tokens
 
 
@@ -56,10 +57,11 @@ class Frames:
 @dataclass(frozen=True)
 class Kind:
     """A modality of a model. placeholder: the text that represents one item in a prompt. token_id: of the tokens that
-    are replaced by embeddings."""
+    are replaced by embeddings. most: of the items in a prompt."""
 
     placeholder: str
     token_id: int
+    most: int = MOST_ITEMS
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Family(ABC):
     `video` or `audio`. Requests with other modalities are rejected in `MediaProcessor.check_count`, so the other
     methods are not called.
 
-    whole: whether the tokens of an image attend to each other in both directions. crossed: the number of embeddings
+    whole: whether the tokens of an image attend to each other in both directions. whole_prompt: whether those of a
+    prompt with an image do. crossed: the number of embeddings
     that the model reads by cross-attention; then a prompt has one item without tokens. sample_rate: of audio.
     most_embeds: of an item. adjustable: the settings that a request may change, such as "size.longest_edge", and their
     largest values, or None for a switch. None of them changes the encoder's expected input, or makes items larger than
@@ -84,6 +87,7 @@ class Family(ABC):
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     whole = False
+    whole_prompt = False
     crossed = 0
     sample_rate = 0
     most_embeds = 1 << 40
@@ -109,6 +113,11 @@ class Family(ABC):
         """Raises MediaError for an item with too many embeddings, before they cost anything."""
         if count > self.most_embeds:
             raise MediaError(f"an item of {count} embeddings is more than encoder_cache_size ({self.most_embeds})")
+
+    def framed(self, prompt: str) -> str | None:
+        """Return a prompt with images as the model expects it, with all special tokens and a placeholder for each item.
+        None if prompts stay as they are."""
+        return None
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:
         """Return the rotary positions [axes, tokens], int32, if they differ from the tokens' positions."""
