@@ -23,7 +23,7 @@ def server(host: Host) -> Service:
     return host.serve()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with chromium() as browser:
         yield browser

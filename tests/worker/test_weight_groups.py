@@ -35,6 +35,9 @@ def check_update(source: Path, tmp_path: Path, ranks: int = 1, buckets: int = 1,
     llm.shutdown()
 
 
+WITH_BUFFERS = ("deepseek_v4",)  # its tables of experts by token are buffers, which trainers do not send
+
+
 @pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "llama-gqa2-tied-llama3"])
 def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
     check_update(checkpoints.path(variant), tmp_path, buckets=3)
@@ -42,7 +45,7 @@ def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
 
 @pytest.mark.sampled(65)
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("llama", *WITH_BUFFERS)])
 def test_every_family_takes_weights_from_a_trainer(checkpoints, tmp_path, family):
     check_update(checkpoints.path(FAMILIES[family][0]), tmp_path)
 
