@@ -76,7 +76,8 @@ function takes(kind) { return about.has_chat_template && { image: about.takes_pi
 
 async function add(files) {
   try {
-    put([...chosen, ...await Promise.all(files.map(read))]);
+    const added = await Promise.all(files.map(read));
+    put([...chosen, ...added]); // others may have been added meanwhile
   } catch (error) {
     tell(error.message);
   }
