@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.pages import MARKS, ask, until
+from support.pages import MARKS, ask, text_of, until
 from support.server import Host, Service, eventually
 from support.waiting import LONGEST
 
@@ -161,5 +161,5 @@ def test_the_key_is_asked_for(host: Host, browser: Any):
     page.fill("#key", "secret")
     page.press("#key", "Enter")
     until(page, "document.querySelector('#status').textContent")
-    assert ask(page, "Hi", max_tokens="5").locator(".markdown").inner_text()
+    assert text_of(ask(page, "Hi", max_tokens="5"))
     page.close()

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from support.dictation import THOUGHT, Parrot
-from support.pages import MARKS, ask, fill, last_answer, load, until, visit
+from support.pages import MARKS, ask, fill, last_answer, load, text_of, until, visit
 from support.server import Host, Service, eventually
 
 pytestmark = MARKS
@@ -50,7 +50,7 @@ def test_an_answer_is_streamed_with_its_figures(page: Any, server: Service):
     page.get_by_role("button", name="Try again").click()
     again = last_answer(page)
     assert "cached" in again.locator(".facts").text_content()
-    assert ask(page, "And then?").locator(".markdown").inner_text()
+    assert text_of(ask(page, "And then?"))
     assert page.locator(".message").count() == 4
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(".message.user").first.get_by_role("button", name="Copy").click()
@@ -93,10 +93,10 @@ def test_an_answer_can_be_stopped_and_continued(page: Any, host: Host):
     answer = last_answer(page)
     assert "stopped" in answer.locator(".facts").text_content()
     eventually(lambda: host.is_idle)
-    before = answer.locator(".markdown").inner_text()
+    before = text_of(answer)
     fill(page, max_tokens="10")
     answer.get_by_role("button", name="Continue").click()
-    after = last_answer(page).locator(".markdown").inner_text()
+    after = text_of(last_answer(page))
     assert len(after) > len(before)
     assert after.startswith(before)
     assert page.locator(".message").count() == 2
@@ -110,7 +110,7 @@ def test_a_schema_is_followed(page: Any):
         "additionalProperties": False,
     }
     answer = ask(page, "Which animal?", schema=json.dumps(schema), max_tokens="60")
-    assert json.loads(answer.locator(".markdown").inner_text())["animal"] in ("fox", "crow")
+    assert json.loads(text_of(answer))["animal"] in ("fox", "crow")
 
 
 def test_errors_are_shown_and_name_the_field(page: Any):
@@ -207,11 +207,11 @@ def test_pictures_are_attached(browser: Any, tmp_path: Path):
             page.get_by_role("button", name="Remove sun.png").click()
             assert page.locator("#attachments img").count() == 1
             answer = ask(page, "What colour is it?", temperature="0", max_tokens="30")
-            assert "red" in answer.locator(".markdown").inner_text()
+            assert "red" in text_of(answer)
             shown = page.locator(".message.user .attachments img")
             assert shown.get_attribute("alt") == "Picture ball.png"
             assert shown.evaluate("image => image.naturalWidth") == 200
-            assert "1" in ask(page, "How many are there?").locator(".markdown").inner_text(), "it is still seen"
+            assert "1" in text_of(ask(page, "How many are there?")), "it is still seen"
             (tmp_path / "text.png").write_text("no picture")
             page.set_input_files("#files", tmp_path / "text.png")
             page.locator("#attachments img").wait_for()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from support.server import Service, eventually
-from support.waiting import LONGEST
 
 try:
     from playwright import sync_api
@@ -38,7 +37,7 @@ def chromium() -> Iterator[Any]:
 def visit(browser: Any, server: Service, **options: Any) -> Iterator[Any]:
     """A new visitor's page. Any error that the browser reports fails the test, and so does any request to others."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **options})
-    context.set_default_timeout(1000 * LONGEST)
+    context.set_default_timeout(120_000)  # milliseconds
     page, problems = context.new_page(), list[str]()
     own = (server.url, "data:", "blob:")
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -87,6 +86,12 @@ def ask(page: Any, text: str, **fields: str) -> Any:
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
     return last_answer(page)
+
+
+def text_of(answer: Any) -> str:
+    """The text of an answer, once all of it is shown: it is drawn from time to time, and first without its end."""
+    answer.locator(".markdown[data-whole]").wait_for()
+    return answer.locator(".markdown").inner_text()
 
 
 def last_answer(page: Any) -> Any:

@@ -50,6 +50,7 @@ export class MarkdownView {
     }
     if (changing < blocks.length) this.show(blocks.slice(changing), false);
     if (this.isFinal && this.last) { this.last.place.remove(); this.last = null; }
+    if (this.isFinal) this.element.dataset.whole = "";
   }
 
   // Shows a block in the last place. isSettled: the next block gets a place of its own.
