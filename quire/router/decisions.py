@@ -25,7 +25,8 @@ class Decisions:
         decision = await self._router.decide(call.target.partition("?")[0], call.body, api_key)
         if decision is None:
             return None
-        self._metrics.decisions.labels(decision.rule, decision.model or "").inc()
+        chosen = decision.model if decision.is_chosen else None  # any client can make up other names
+        self._metrics.decisions.labels(decision.rule, chosen or "").inc()
         self._metrics.decision_seconds.observe(decision.seconds)
         fields = {"request_id": call.request_id, "rule": decision.rule, "model": decision.model, **decision.because}
         logger.info("Request %s: %s", call.request_id, decision.header, extra={"fields": fields})

@@ -31,6 +31,7 @@ _DEFAULT = "default"
 class Decision:
     """What happens to a request.
 
+    is_chosen: whether a rule or the default names the model, and not only the client.
     body: the body to send. rule: the name of the rule, or "default". because: what made the rule apply, such as a
     similarity. hit: an answer from the cache, which makes the rest unnecessary. remember: stores the answer in the
     cache; None if it is not cached. seconds: the time of the decision.
@@ -40,6 +41,7 @@ class Decision:
     rule: str
     action: Action
     model: str | None
+    is_chosen: bool
     because: Reasons
     seconds: float = 0.0
     hit: Hit | None = None
@@ -174,7 +176,7 @@ class SemanticRouter:
         model = action.model or (self.rules.default_model if is_open or given is None else None)
         body = msgspec.json.encode(rewritten(api, fields, action, model))
         shown = model or (given if isinstance(given, str) else None)
-        return Decision(body, name, action, shown, because)
+        return Decision(body, name, action, shown, model is not None, because)
 
     def _look_up(self, cache: SemanticCache, api: Api, path: str, decision: Decision, request: Request) -> None:
         fields = _parsed(decision.body)
