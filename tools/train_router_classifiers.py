@@ -4,7 +4,7 @@
 
 writes quire/semantic/classifiers/reasoning.safetensors and domain.safetensors. For the reasoning classifier, all texts
 of a template are either held out or not, and for the domains, all texts about a topic. So the accuracy is that for new
-templates and topics.
+templates and topics. The name of the model's folder is recorded in the files.
 """
 
 import argparse
